@@ -14,11 +14,10 @@ import gzip
 import lzma
 import re
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from io import BufferedIOBase
 from typing import Any
 
@@ -59,8 +58,6 @@ class Part:
     start: position of its text in the log's text, or number of its first row.
     content: whole lines ending with newlines, or rows of Parquet or .npy files.
     last: the log ends with this part.
-    release: hands the content's memory to a later part; nothing may use the content afterwards. Mapping new memory takes longer
-        than reading a log into it.
     """
 
     log: int
@@ -68,7 +65,6 @@ class Part:
     start: int
     content: bytearray | pa.Table
     last: bool
-    release: Callable[[], object] = field(default=lambda: None, compare=False)
 
 
 def identify(logs: tuple[Source, ...]) -> tuple[LogIdentity, ...]:
@@ -240,7 +236,7 @@ def _count_plain(size: int, part_bytes: int) -> int:
 
 def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
     size = identify_log(source).bytes
-    count, released = _count_plain(size, part_bytes), deque[bytearray]()
+    count = _count_plain(size, part_bytes)
     with open_log(source) as file:
         for number in range(count):
             if skip(number):
@@ -248,13 +244,12 @@ def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Itera
             # Search from the byte before the part: if it is a newline, a line begins with the part's first byte.
             start = _line_end(file, number * part_bytes - 1, source) if number else 0
             end = _line_end(file, min((number + 1) * part_bytes, size) - 1, source)
-            text = _resized(released.pop() if released else bytearray(), end - start)
+            text = bytearray(end - start)
             file.seek(start)
             if file.readinto(text) != len(text):
                 raise inputs_changed()
             _end_lines(text, ends_log=end == size)
-            release = partial(released.append, text)
-            yield Part(log=log, number=number, start=start, content=text, last=number + 1 == count, release=release)
+            yield Part(log=log, number=number, start=start, content=text, last=number + 1 == count)
 
 
 def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
@@ -311,15 +306,6 @@ def _end_lines(text: bytearray, *, ends_log: bool) -> None:
         text += b"\n"
     if ends_log and (blank := re.search(rb"(?:^|\n)(\r?\n)\Z", text[-3:])):
         del text[-len(blank[1]) :]
-
-
-def _resized(text: bytearray, size: int) -> bytearray:
-    """Resize a buffer, reusing its memory."""
-    if not text:
-        return bytearray(size)
-    del text[size:]
-    text += bytes(size - len(text))
-    return text
 
 
 def _too_long(source: Source) -> ValueError:

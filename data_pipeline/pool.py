@@ -1,9 +1,9 @@
 """Schedules, which run a pass over logs: on threads of this process, or on an executor's processes, such as a Dask cluster's.
 
-Threads suffice because all slow work runs outside Python's lock: decompressing, parsing, sorting, encoding, compressing. They read
-parts, too, one more than there are workers and logs at most. An executor's processes need this package, the logs at the same paths
-or URLs, and the output's folder. They don't exchange data: a part's results are files in the work folder and a few numbers. If a
-worker of a cluster dies, another one repeats its part. A run begun on threads can be resumed on a cluster, and vice versa.
+Threads suffice because all slow work runs outside Python's lock: decompressing, parsing, sorting, encoding, compressing. An
+executor's processes need this package, the logs at the same paths or URLs, and the output's folder. They don't exchange data: a
+part's results are files in the work folder and a few numbers. If a worker of a cluster dies, another one repeats its part. A run
+begun on threads can be resumed on a cluster, and vice versa.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def on_threads(
     tasks: dict[Future[Any], Iterator[Part] | None] = {}  # the log of a read; None of work on a part
 
     def work_on(part: Part) -> Result:
-        result = work(job, part, details.get((part.log, part.number)))
-        part.release()
-        return result
+        return work(job, part, details.get((part.log, part.number)))
 
     def read(parts: Iterator[Part]) -> None:
         tasks[pool.submit(next, parts, None)] = parts
