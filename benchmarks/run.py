@@ -28,7 +28,6 @@ BENCHMARKS = {
     "lookup-scaling": ("benchmarks.lookup.scaling", "the same for several batch sizes and skews of the ids"),
     "lookup-memory": ("benchmarks.lookup.memory", "peak memory of training a table of 100 million rows"),
     "hot-rows": ("benchmarks.lookup.hot_rows", "TT tables of equal bytes, with and without hot rows"),
-    "shapes": ("benchmarks.lookup.shapes", "shapes of one size: the one that TTShape.for_table chooses, and the fastest"),
     "distributed": ("benchmarks.sharding.distributed", "a sharded table: what each way of sharding sends, and its step"),
     "trainer-loop": ("benchmarks.training.loop", "steps of the trainer and of a hand-written TorchRec loop, on two processes"),
     "planned": ("benchmarks.sharding.planned", "the planner's estimates, and measured memory and steps of 1, 2 and 4 processes"),

@@ -34,11 +34,10 @@ PACKAGES = {
 TESTS = ("hypothesis", "pytest", "pytest_timeout", "xdist")
 TEST_FILES = (
     "ops/test_float8_matmul.py",
-    "ops/test_gathered_matmul_triton.py",
     "ops/test_bags_triton.py",
     "nn/test_embedding_bag_gpu.py",
 )
-TORCHREC_TEST_FILES = ("training/test_captured_step.py", "training/test_batches.py")
+TORCHREC_TEST_FILES = ("training/test_capture.py", "training/test_batches.py")
 LEAST_SECONDS = 15  # remaining time in which a step is worth starting
 
 

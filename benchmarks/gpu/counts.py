@@ -29,7 +29,6 @@ from comera_rec.ops import tt_bags
 from comera_rec.ops.bags import gpu as bags
 from comera_rec.ops.bags import kernel_calls, updates
 from comera_rec.ops.bags.updates import register_update
-from comera_rec.ops.gathered_matmul import triton as products
 from comera_rec.ops.launch import Launch, recorded_launches
 from comera_rec.ops.plan import pairs
 from comera_rec.tt import Blocks, TTShape
@@ -100,21 +99,8 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-def _multiply(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str, p_ascends: bool) -> Tensor:
-    return products.forward(a, b, p, q, p_ascends)
-
-
-def _multiply_backward(
-    grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str, p_ascends: bool
-) -> tuple[Tensor, Tensor]:
-    return products.backward(grad, a, b, p, q, p_ascends)
-
-
 _INSIDE: dict[str, Callable[..., Any]] = {
-    "gathered_matmul": _multiply,
-    "gathered_matmul_backward": _multiply_backward,
     "plan_pairs": pairs.split_and_sort,
-    "plan_hot_rows": pairs.find_and_sort,
     "pool_pairs": bags.pool_into_bags,
     "pool_pairs_backward": bags.gradients,
 }

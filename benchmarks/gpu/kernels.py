@@ -49,7 +49,7 @@ def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
     how, mode = {"num_bags": ids, "features": tables}, {"mode": "sum", "weighted": False}
     no_settings = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.0}
     operands = {"a_ptr": _FLOAT, "b_ptr": _FLOAT, "d_ptr": _FLOAT, "tables_ptr": _LONG, "pairs_ptr": _INT}
-    pooled = {"offsets_ptr": _LONG, "weights_ptr": _FLOAT, "targets_ptr": _INT, "chosen_ptr": _INT}
+    pooled = {"offsets_ptr": _LONG, "weights_ptr": _FLOAT, "targets_ptr": _INT}
     sums = {"left_ptr": _FLOAT, "right_ptr": _FLOAT}
     sorted_ids = {"slices_ptr": "*i16", "order_ptr": _LONG}
     summed = {
@@ -89,11 +89,8 @@ def calls() -> list[Call]:
     for n1, rank, n2 in SIZES:
         for call in step_calls(n1, rank, n2):
             by_variant.setdefault((call.launch.variant, tuple(sorted(call.tensors.items()))), call)
-    hot_rows = {"pairs_ptr": _INT, "tables_ptr": _LONG, "blocks_ptr": _LONG, "hot_pairs_ptr": _INT, "keys_ptr": _INT}
-    of_hot_rows = Call(launch=plans.blocks_launch(114_688, 1_000_000, 28, 4), tensors=hot_rows, size=(), what="plan of hot rows")
     updates_of_float32 = [call for call in step_calls(*MOST_USED) if call.what.startswith("update")]
     return [
         *by_variant.values(),
-        of_hot_rows,
         *(replace(call, tensors=_of_bfloat16(call.tensors), what=f"{call.what}, bfloat16") for call in updates_of_float32),
     ]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from comera_rec.cli.errors import with_options
-from comera_rec.cli.types import Bytes, Location, Time
+from comera_rec.cli.types import BYTES, LOCATION, TIME
 from data_pipeline.inspection import find_id, find_text, to_text
 from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, read_manifest
 from data_pipeline.npy import export_npy
@@ -83,14 +83,12 @@ def _pass_options(command: _Command) -> _Command:
         click.option(
             "--part-size",
             "part_bytes",
-            type=Bytes(),
+            type=BYTES,
             default="64MiB",
             show_default=True,
             help="Bytes of text in a part, the unit of work.",
         ),
-        click.option(
-            "--memory-limit", type=Bytes(), default="2GiB", show_default=True, help="Memory for the parts in work at once."
-        ),
+        click.option("--memory-limit", type=BYTES, default="2GiB", show_default=True, help="Memory for the parts in work at once."),
         click.option("--workers", type=int, metavar="N", help="Threads; default one per core, if memory allows."),
         click.option(
             "--scheduler", metavar="ADDRESS|local", help="Work on a Dask cluster: tcp://host:8786, or processes on this machine."
@@ -115,7 +113,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
 
 @click.command()
 @_pass_options
-@click.option("--output", type=Location(), required=True, metavar="DATA", help="Folder or URL of the data set, new or empty.")
+@click.option("--output", type=LOCATION, required=True, metavar="DATA", help="Folder or URL of the data set, new or empty.")
 @click.option("--schema", type=_PATH, metavar="FILE", help="TOML file that names the columns of logs other than Criteo's.")
 @click.option(
     "--min-count",
@@ -142,8 +140,8 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
 @click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows for validation, just before the test rows.")
 @click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows for the test, at the end.")
 @click.option("--seed", default=0, show_default=True, help="Seed of a split at random or by users.")
-@click.option("--val-from", type=Time(), metavar="TIME", help="Start of validation, by time: 2026-01-31T12:00 or a number.")
-@click.option("--test-from", type=Time(), metavar="TIME", help="Start of the test, likewise; give both instead of fractions.")
+@click.option("--val-from", type=TIME, metavar="TIME", help="Start of validation, by time: 2026-01-31T12:00 or a number.")
+@click.option("--test-from", type=TIME, metavar="TIME", help="Start of the test, likewise; give both instead of fractions.")
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Turn logs into Parquet shards and manifest.json: Criteo's, with or without label, or others by --schema.
 
@@ -170,7 +168,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
 @click.command()
 @_pass_options
 @click.option("--data", type=_PATH, required=True, help="The data set whose vocabularies to use.")
-@click.option("--output", type=Location(), required=True, metavar="NEWDATA", help="Folder or URL of the new data set.")
+@click.option("--output", type=LOCATION, required=True, metavar="NEWDATA", help="Folder or URL of the new data set.")
 @click.option(
     "--schema",
     type=_PATH,

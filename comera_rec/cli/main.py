@@ -31,7 +31,7 @@ COMMANDS = {
     "to-npy": ("comera_rec.cli.data", "Write a data set as torchrec's .npy files."),
     "train": ("comera_rec.cli.train", "Train a model, dense or compressed, from a TOML config."),
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
-    "compress": ("comera_rec.cli.model", "Compress a trained dense run, or any TorchRec model's state dict, by TT-SVD."),
+    "compress": ("comera_rec.cli.model", "Compress a trained dense run by TT-SVD."),
     "score": ("comera_rec.cli.score", "Score a log or a data set with a model."),
     "serve": ("comera_rec.cli.serve", "Answer requests over HTTP."),
     "report": ("comera_rec.cli.report", "Compare runs on one self-contained HTML page."),

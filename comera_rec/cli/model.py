@@ -9,15 +9,14 @@ from typing import Any
 import click
 import torch
 
-from comera_rec.cli.training_run import load_reachable_config
-from comera_rec.cli.types import Bytes
-from comera_rec.convert import TableCompression, compress_state, compression_report, export_dense, read_state, row_importance
+from comera_rec.cli.train import load_reachable_config
+from comera_rec.cli.types import BYTES
+from comera_rec.convert import compression_report, export_dense
 from comera_rec.data import ParquetBatches
 from comera_rec.ops.served_bags import DTYPES
 from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
 from comera_rec.serving.triton import export_repository
 from comera_rec.training.compress import compress_run
-from comera_rec.training.config import parse_overrides
 from comera_rec.training.evaluation import evaluate as evaluate_model
 from comera_rec.training.model import Schema
 from comera_rec.training.runs import load_run
@@ -48,62 +47,24 @@ def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> No
 
 
 @click.command()
-@click.option("--checkpoint", "run", type=click.Path(), metavar="DENSE", help="Folder of a trained dense run.")
-@click.option("--config", "config_path", type=click.Path(exists=True, dir_okay=False), help="The compressed run's TOML.")
-@click.option(
-    "--state", type=click.Path(path_type=Path), help="A TorchRec model's state dict instead of a run: a file or a folder."
-)
-@click.option(
-    "--optimizer", type=click.Path(path_type=Path), help="With --state: the optimizer's state dict, for the importance of rows."
-)
-@click.option("--output", required=True, metavar="RUN", help="Folder of the compressed run; with --state a file.")
+@click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="DENSE", help="Folder of a trained dense run.")
+@click.option("--config", "config_path", required=True, type=click.Path(exists=True, dir_okay=False), help="The new run's TOML.")
+@click.option("--output", required=True, metavar="RUN", help="Folder of the compressed run.")
 @click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
-def compress(
-    run: str | None, config_path: str | None, state: Path | None, optimizer: Path | None, output: str, overrides: tuple[str, ...]
-) -> None:
-    """Compress a trained model by TT-SVD.
+def compress(run: str, config_path: str, output: str, overrides: tuple[str, ...]) -> None:
+    """Start a compressed run from a trained dense one, by TT-SVD; `comera train` with the same config and output fine-tunes it.
 
     Large tables share the size that tables.compression allows: ranks and hot rows go where they reduce the error most. A row's
-    error is weighted by the sum of its squared gradients; with --state, only if --optimizer is given.
-
-    --checkpoint starts a compressed run from a dense one; `comera train` with the same config and output then fine-tunes.
-    --state takes any TorchRec model's state dict, from torch.save or torch.distributed.checkpoint, and writes that of the same
-    model after `compress_` with the same tables.*; set tables.hot_rows only if ids are ordered by frequency.
+    error is weighted by the sum of its squared gradients.
 
     \b
     Example:
       comera compress --checkpoint runs/dense --config examples/demo.toml --output runs/small tables.compression=50
       comera train --config examples/demo.toml output=runs/small tables.compression=50
-      comera compress --state model.pt --optimizer optimizer.pt --output small.pt tables.compression=50
     """
-    if (run is None) == (state is None) or (run is None) != (config_path is None) or (optimizer and not state):
-        raise click.UsageError("give --checkpoint and --config, or --state with or without --optimizer")
-    if state is not None:
-        _compress_state(state, optimizer, Path(output), overrides)
-        return
-    assert run is not None
-    assert config_path is not None
     trainer = compress_run(run, load_reachable_config(config_path, (*overrides, f"output={output}")))
     sizes = compression_report(trainer.model)
     click.echo(f"wrote {output}: {sizes.total('params'):,} parameters ({sizes.ratio:.1f}x smaller than dense)")
-
-
-def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides: tuple[str, ...]) -> None:
-    if output.exists():
-        raise ValueError(f"{output} exists: give a new file")
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"{output.parent} is not a folder: create it, or give another output")
-    config = parse_overrides(TableCompression, "tables", overrides)
-    dense = read_state(state)
-    importance = row_importance(read_state(optimizer)) if optimizer else None
-    if importance == {}:
-        raise ValueError(f"{optimizer} has no state of row-wise Adagrad (TABLE.momentum1): leave --optimizer out")
-    compressed = compress_state(dense, config, importance=importance)
-    partial = output.with_name(output.name + ".partial")
-    torch.save(compressed, partial)
-    partial.rename(output)
-    before, after = (sum(value.numel() for value in each.values()) for each in (dense, compressed))
-    click.echo(f"wrote {output}: {after:,} parameters ({before / after:.1f}x smaller)")
 
 
 @click.command()
@@ -118,7 +79,7 @@ def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides
     help="fast: needs libcomera_rec.so, which is copied beside it.",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
-@click.option("--expand", type=Bytes(), default=0, help="Bytes for rows of the most frequent ids, formed in advance: 4MiB.")
+@click.option("--expand", type=BYTES, default=0, help="Bytes for rows of the most frequent ids, formed in advance: 4MiB.")
 @click.option("--last", is_flag=True, help="Use the last checkpoint even if the run keeps its best one.")
 @click.option("--triton", type=click.Path(path_type=Path), metavar="DIR", help="A Triton model repository, instead of --output.")
 def export(run: Path, output: Path | None, triton: Path | None, **options: Any) -> None:

@@ -2,49 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
+from typing import Any
 
 import click
 
 from data_pipeline.options import parse_bytes
-from data_pipeline.sources import Source, source
+from data_pipeline.sources import source
 
 
-class Bytes(click.ParamType):
-    """A size such as 64MiB."""
+class Parsed(click.ParamType):
+    """Text that a function parses; its ValueError is a mistake of the user."""
 
-    name = "SIZE"
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self.parse = name, parse
 
-    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return parse_bytes(value)
+            return self.parse(value) if isinstance(value, str) else value
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-class Location(click.ParamType):
-    """A path or a URL; URLs stay as they are."""
+def _seconds(text: str) -> float:
+    """Convert an ISO 8601 date or time, in UTC unless it has a zone, to seconds since 1970; numbers stay as they are."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a time; write it like 2026-01-31 or 2026-01-31T12:00") from None
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
-    name = "PATH"
 
-    def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> Source:
-        return source(value) if isinstance(value, str) else value
-
-
-class Time(click.ParamType):
-    """An ISO 8601 date or time, in UTC unless it has a zone, converted to seconds since 1970; numbers stay as they are."""
-
-    name = "TIME"
-
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            return float(value)
-        except ValueError:
-            try:
-                time = datetime.fromisoformat(str(value))
-                return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
-            except ValueError:
-                self.fail(f"{value!r} is not a time; write it like 2026-01-31 or 2026-01-31T12:00", param, ctx)
+BYTES = Parsed("SIZE", parse_bytes)
+LOCATION = Parsed("PATH", source)
+TIME = Parsed("TIME", _seconds)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,10 @@ _ROUNDS = (4.0, 2.0, 1.4)
 
 
 def fit_tables_(
-    tables: Sequence[TTTable], weights: Sequence[Tensor], budget_params: int, importance: Sequence[Tensor | None] | None = None
+    tables: Sequence[TTTable],
+    weights: Sequence[Tensor],
+    budget_params: int | None = None,
+    importance: Sequence[Tensor | None] | None = None,
 ) -> None:
     """Set tables to approximations of matrices, with ranks chosen to lose the least squared error within one budget.
 
@@ -28,19 +33,21 @@ def fit_tables_(
     importance. Cores and blocks are fitted in turns, each to the residual of the others, while the size shrinks to the budget.
 
     Args:
-        tables: the tables to set; four times their ranks and widths are tried, and at least 32 ranks.
+        tables: the tables to set; with a budget, four times their ranks and widths are tried, and at least 32 ranks.
         weights: [M, N] each.
-        budget_params: the most parameters that all tables together may take.
+        budget_params: the most parameters that all tables together may take; None keeps the ranks and widths.
         importance: [M] each, weights of the rows' squared errors: how often a row is read, or the sum of squared gradients that
             Adagrad keeps (the empirical Fisher information; Hsu et al., Language Model Compression with Weighted Low-Rank
             Factorization, ICLR 2022). For cores it is averaged over the rows of a leading digit. Default: equal.
     """
     importances = importance or [None] * len(tables)
-    fits = [_Fit(*arguments) for arguments in zip(tables, weights, importances, strict=True)]
+    fits = [_Fit(*each, chooses=budget_params is not None) for each in zip(tables, weights, importances, strict=True)]
     has_hot_rows = any(table.num_hot_rows for table in tables)
     for factor in (*_ROUNDS, 1.0) if has_hot_rows else (1.0,):
         for fit in fits:
             fit.solve()
+        if budget_params is None:
+            continue
         shapes = [shape for fit in fits for shape in fit.shapes]
         scores = [scores for fit in fits for scores in fit.scores]
         lasting = [k == 0 for fit in fits for k in range(len(fit.shapes))]  # cores of rank 0 could never be trained again
@@ -61,13 +68,15 @@ class _Fit:
         cores: cores, per shape.
     """
 
-    def __init__(self, table: TTTable, weight: Tensor, importance: Tensor | None) -> None:
+    def __init__(self, table: TTTable, weight: Tensor, importance: Tensor | None, *, chooses: bool) -> None:
         self.table, self.weight, self.importance = table, weight.detach(), importance
         self.hot = self.weight[: table.num_hot_rows]
         self.spans = [slice(block.first, block.first + block.num_rows) for block in table.hot_blocks()]
         shape, blocks = table.shape, [block.shape for block in table.hot_blocks()]
-        self.shapes = [_with_ranks(shape, [max(32, 4 * r) for r in shape.ranks])]
-        self.shapes += [_with_ranks(block, [4 * r for r in block.ranks]) for block in blocks]
+        self.shapes = [shape, *blocks]
+        if chooses:
+            self.shapes = [_with_ranks(shape, [max(32, 4 * r) for r in shape.ranks])]
+            self.shapes += [_with_ranks(block, [4 * r for r in block.ranks]) for block in blocks]
         self.scores: list[list[Tensor]] = []
         self.cores: list[list[Tensor]] = []
 
@@ -122,3 +131,31 @@ def _with_ranks(shape: TTShape, ranks: Sequence[int]) -> TTShape:
 def _cut(cores: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
     bonds = [1, *ranks, 1]
     return [core[:before, :, :, :after] for core, before, after in zip(cores, bonds[:-1], bonds[1:], strict=True)]
+
+
+def row_importance(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the importance of each table's rows: the sums of squared gradients that row-wise Adagrad keeps.
+
+    Args:
+        state: an optimizer's state dict as TorchRec's fused tables write it, sharded (`TABLE.momentum1` of
+            `....embedding_bags.TABLE.weight`) or not (`momentum_1`); nested, or with names joined by dots as in a distributed
+            checkpoint.
+
+    Returns:
+        [M] by table name; tables without such sums are left out.
+    """
+    importance: dict[str, Tensor] = {}
+    for name, value in _flat(state):
+        table = re.search(r"(?:^|\.)([^.]+)\.weight\.(?:.*\.)?momentum_?1$", name)
+        if table and value.dim() == 1:
+            importance[table[1]] = value
+    return importance
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested mappings, with names joined by dots."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{name}", value

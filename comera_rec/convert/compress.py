@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from comera_rec.convert.budget import fit_tables_
 from comera_rec.convert.table_compression import TableCompression
 from comera_rec.nn import (
     FilterFn,
@@ -39,6 +42,7 @@ def compress_(
     linears: LinearCompression | None = None,
     filter_fn: FilterFn | None = None,
     init: str = "random",
+    importance: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
     """Replace a model's embedding tables by TT tables, and its linear layers by TT layers, in place.
 
@@ -70,12 +74,16 @@ def compress_(
         linears: which linear layers become TT layers, and how small; None leaves all as they are.
         filter_fn: (module, fully qualified name) -> whether to consider a collection, an embedding layer outside of collections,
             or a linear layer; default all.
-        init: "random", with the standard deviation of the weights that are replaced, or "tt_svd" to start from them.
+        init: "random", with the standard deviation of the weights that are replaced, or "tt_svd" to start from them. With a
+            `compression`, ranks and widths of hot rows then go to the tables where they reduce the error most (`fit_tables_`).
+        importance: for "tt_svd", [M] weights of the squared errors of tables' rows, by table name; see `row_importance`. Default:
+            equal.
 
     Raises:
         ValueError: if `tables` is given and no table becomes a TT table, or `linears` and no layer; the message says why. Also for
             a compression out of reach, for weights that have an optimizer in backward already and, with "tt_svd", for weights on
-            the meta device. The model is unchanged then.
+            the meta device or tables with numbers that are not finite; for an importance that lacks a table or doesn't fit one.
+            The model is unchanged then.
         TypeError: if `tables` or `linears` is of another type.
 
     Returns:
@@ -93,15 +101,17 @@ def compress_(
     """
     if tables is None and linears is None:
         raise ValueError("neither tables nor linears is given: give tables=TableCompression(compression=100), linears=..., or both")
-    if tables is not None:
-        require_table_compression(tables)
+    if tables is not None and not isinstance(tables, TableCompression):
+        raise TypeError(f"tables is {tables!r}: give a TableCompression, such as TableCompression(compression=100)")
     if linears is not None and not isinstance(linears, LinearCompression):
         raise TypeError(f"linears is {linears!r}: give a LinearCompression, such as LinearCompression(tt_ranks=16)")
     if init not in _INITS:
         raise ValueError(f"init is {init!r}: choose one of {', '.join(map(repr, _INITS))}")
+    if importance is not None and (init == "random" or tables is None):
+        raise ValueError("importance is given: it needs tables and init='tt_svd'")
     replacements: dict[nn.Module, nn.Module] = {}
     if tables is not None:
-        tt_tables, reasons = _compressed_tables(model, tables, filter_fn, init)
+        tt_tables, reasons = _compressed_tables(model, tables, filter_fn, init, importance)
         if not tt_tables:
             raise _nothing_compressed("table", reasons, "lower min_rows, or leave tables out")
         replacements |= tt_tables
@@ -111,12 +121,6 @@ def compress_(
             raise _nothing_compressed("linear layer", reasons, "lower min_features or the ranks, or leave linears out")
         replacements |= tt_layers
     return replace_modules_(model, replacements)
-
-
-def require_table_compression(tables: object) -> None:
-    """Raise TypeError for anything but a TableCompression."""
-    if not isinstance(tables, TableCompression):
-        raise TypeError(f"tables is {tables!r}: give a TableCompression, such as TableCompression(compression=100)")
 
 
 def _nothing_compressed(kind: str, reasons: Mapping[str, str], remedy: str) -> ValueError:
@@ -142,7 +146,11 @@ class _Table:
 
 
 def _compressed_tables(
-    model: nn.Module, compression: TableCompression, filter_fn: FilterFn | None, init: str
+    model: nn.Module,
+    compression: TableCompression,
+    filter_fn: FilterFn | None,
+    init: str,
+    importance: Mapping[str, Tensor] | None,
 ) -> tuple[dict[nn.Module, nn.Module], dict[str, str]]:
     """Make the TT modules that replace a model's collections and embedding layers.
 
@@ -158,14 +166,19 @@ def _compressed_tables(
         reason = shared.get(k) or compression.reason_to_stay_dense(tables[k].config)
         if reason:
             reasons[config.name] = reason
+        if not reason and init == "tt_svd":
+            _require_finite(tables[k].layer.weight.detach(), config.name)
         what = f"stays dense: {reason}" if reason else f"ranks {config.tt_shape().ranks}"
         _LOGGER.info("%s: %d x %d, %s", config.name, config.num_embeddings, config.embedding_dim, what)
     replacements: dict[nn.Module, nn.Module] = {}
+    replaced: list[_Replaced] = []
     for module in dict.fromkeys(table.collection or table.layer for table in tables):
         inside = [config for table, config in zip(tables, configs, strict=True) if module in (table.collection, table.layer)]
         if any(config.is_tt for config in inside):
-            is_collection = isinstance(module, _COLLECTIONS)
-            replacements[module] = _collection(module, inside, init) if is_collection else _layer(module, inside[0], init)
+            make = _collection if isinstance(module, _COLLECTIONS) else _layer
+            replacements[module] = make(module, inside, replaced)
+    if init == "tt_svd":
+        _set_values_(replaced, compression, importance)
     return replacements, reasons
 
 
@@ -221,7 +234,12 @@ def _reason_to_stay_dense(
     return None
 
 
-def _collection(module: Any, configs: list[Any], init: str) -> nn.Module:
+_Replaced = tuple[str, TTTable, nn.Embedding | nn.EmbeddingBag]
+"""Name of a table, the TT table, and the layer that it replaces."""
+
+
+def _collection(module: Any, configs: list[Any], replaced: list[_Replaced]) -> nn.Module:
+    """Make the TT collection that replaces a collection; add its TT tables to `replaced`."""
     device = next(module.parameters()).device  # where the tables are now; module.device is where they were made
     compressed: TTEmbeddingCollection | TTEmbeddingBagCollection
     if isinstance(module, EmbeddingCollection):
@@ -233,24 +251,51 @@ def _collection(module: Any, configs: list[Any], init: str) -> nn.Module:
     layers = _layers(module)
     for name, bag in collection.embedding_bags.items():
         if isinstance(bag, TTEmbeddingBag):
-            _like(bag.to(layers[name].weight.dtype), layers[name], init, name)
+            _take_place_(bag.to(layers[name].weight.dtype), layers[name], name, replaced)
         else:
             _layers(collection.dense_bags)[name] = layers[name]
     return compressed
 
 
-def _layer(layer: Any, config: Any, init: str) -> nn.Module:
+def _layer(layer: Any, configs: list[Any], replaced: list[_Replaced]) -> nn.Module:
+    """Make the TT table that replaces a layer; add it to `replaced`."""
+    (config,) = configs
     kind: type[TTTable] = TTEmbedding if isinstance(layer, nn.Embedding) else TTEmbeddingBag
     table = kind.like(layer, shape=config.tt_shape(), hot_rows=config.hot_rows, name=config.name)
-    return _like(table, layer, init, config.name)
+    return _take_place_(table, layer, config.name, replaced)
 
 
-def _like(table: TTTable, replaced: nn.Embedding | nn.EmbeddingBag, init: str, name: str) -> TTTable:
-    """Give a TT table the buffers, hooks and mode of the layer that it replaces, and for `init` "tt_svd" its rows."""
-    if hasattr(replaced.weight, "_in_backward_optimizers"):
+def _take_place_(table: TTTable, layer: nn.Embedding | nn.EmbeddingBag, name: str, replaced: list[_Replaced]) -> TTTable:
+    if hasattr(layer.weight, "_in_backward_optimizers"):
         raise ValueError(f"{name!r} has an optimizer in backward, which a TT table would not have: compress first, then apply it")
-    if init == "tt_svd":
-        require_values(replaced.weight, name)
-        table.set_dense_matrix_(replaced.weight.detach())
-    keep_buffers_hooks_and_mode_(table.requires_grad_(replaced.weight.requires_grad), replaced)
+    keep_buffers_hooks_and_mode_(table.requires_grad_(layer.weight.requires_grad), layer)
+    replaced.append((name, table, layer))
     return table
+
+
+def _set_values_(replaced: list[_Replaced], compression: TableCompression, importance: Mapping[str, Tensor] | None) -> None:
+    """Let TT tables start from the rows of those that they replace."""
+    weights = [_row_weights(importance, name, layer.num_embeddings) for name, _, layer in replaced]
+    budget = None  # ranks are given
+    if compression.compression is not None:
+        budget = sum(parameter.numel() for _, table, _ in replaced for parameter in table.parameters())
+    fit_tables_([table for _, table, _ in replaced], [layer.weight.detach() for *_, layer in replaced], budget, weights)
+
+
+def _require_finite(weight: Tensor, name: str) -> None:
+    """Raise ValueError for a weight without values, or with some that are not finite."""
+    require_values(weight, name)
+    if not math.isfinite(torch.linalg.vector_norm(weight, dtype=torch.float64)):
+        raise ValueError(f"{name!r} holds numbers that are not finite: give a model that has not diverged")
+
+
+def _row_weights(importance: Mapping[str, Tensor] | None, name: str, rows: int) -> Tensor | None:
+    """Return the importance of a table's rows; raise ValueError if it is missing or invalid."""
+    if importance is None:
+        return None
+    if name not in importance:
+        raise ValueError(f"importance lacks {name!r}: give it for all tables that are compressed, or for none")
+    weight = importance[name]
+    if weight.shape != (rows,) or not (weight >= 0).logical_and(weight.isfinite()).all():
+        raise ValueError(f"importance of {name!r} has shape {tuple(weight.shape)}: give {rows} finite numbers of at least 0")
+    return weight

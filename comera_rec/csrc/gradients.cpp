@@ -14,10 +14,10 @@ constexpr int64_t kFinishNumbers = 64 << 10;                // of a part of a co
 
 // Sums of a core's gradients, one for each stripe.
 struct StripeSums {
-  StripeSums(int64_t stripes, int64_t slices, int64_t size)
-      : slices(slices), values(stripes * slices * size), touched(stripes * slices) {
+  StripeSums(int64_t stripes, const Core& core)
+      : slices(core.slices), values(stripes * slices * core.size), touched(stripes * slices) {
     std::memset(touched.get(), 0, size_t(stripes * slices));
-    for (int64_t s = 0; s < stripes; ++s) each.push_back({values.get() + s * slices * size, touched.get() + s * slices, size});
+    for (int64_t s = 0; s < stripes; ++s) each.push_back({values.get() + s * slices * core.size, touched.get() + s * slices, core.size});
   }
 
   int64_t slices;
@@ -72,11 +72,10 @@ class Finishing {
 class TableGradients {
  public:
   TableGradients(
-      const Batch& batch, const Table& table, int64_t t, const Lookups& lookups, int64_t share, const Target* targets,
+      const Table& table, const Pair* right_pair, const Lookups& lookups, int64_t share, const Target* targets,
       float* const* diagonal_gradients)
-      : order_(batch.order), table_(table), lookups_(lookups), targets_(targets), diagonal_gradients_(diagonal_gradients) {
-    const int32_t* right = batch.plan.bounds + 2 * (batch.num_tables + 1);
-    right_products_ = right[t + 1] - right[t];
+      : table_(table), left_pair_(table.left_pair), right_pair_(right_pair), lookups_(lookups), targets_(targets),
+        diagonal_gradients_(diagonal_gradients) {
     const int64_t count = stripes_of(work_before(table.row_end) - work_before(table.row_begin), share, bytes());
     bounds_ = cut_evenly(table.row_begin, table.row_end, count, [&](int64_t u) { return work_before(u); });
   }
@@ -85,30 +84,26 @@ class TableGradients {
   int64_t all_bytes() const { return stripes() * bytes(); }
 
   void allocate() {
-    const Half& left = table_.left;
-    left_outer_.emplace(stripes(), left.outer.slices, left.outer.size);
-    if (left.is_pair) left_inner_.emplace(stripes(), left.inner.slices, left.inner.size);
-    right_.emplace(stripes(), right_count(), int64_t(table_.rank) * table_.n2);
+    outer_.emplace(stripes(), left_core());
+    if (left_pair_ != nullptr) inner_.emplace(stripes(), left_pair_->inner);
+    right_.emplace(stripes(), table_.right);
     hot_projections_.reserve(hot_.size());
-    for (const HotTargets& hot : hot_) hot_projections_.emplace_back(stripes(), 1, hot.projection.core.size);
+    for (const HotTargets& hot : hot_) hot_projections_.emplace_back(stripes(), hot.projection.core);
     for (int64_t stripe = 0; stripe < stripes(); ++stripe)
       for (size_t b = 0; b < hot_.size(); ++b) hot_sums_.push_back({hot_[b].rows, hot_projections_[b].each[stripe]});
-    diagonal_gradient_ = Buffer<float>(stripes() * rounded(table_.rank));
-    std::fill_n(diagonal_gradient_.get(), stripes() * rounded(table_.rank), 0.0f);
   }
 
   void add_rows(int64_t stripe, const BagGradients& gradients, const Kernels& kernels, float* scratch) const {
     const Stripe sums{
-        left_outer_->each[stripe], left_inner_ ? left_inner_->each[stripe] : Sums{}, right_->each[stripe],
-        diagonal_gradient_.get() + stripe * rounded(table_.rank), hot_sums_.data() + stripe * hot_.size()};
+        outer_->each[stripe], inner_ ? inner_->each[stripe] : Sums{}, right_->each[stripe], hot_sums_.data() + stripe * hot_.size()};
     kernels.gradients_of_rows(table_, lookups_, gradients, bounds_[stripe], bounds_[stripe + 1], sums, scratch);
   }
 
   // Targets of rows and projection of each block.
-  void take_hot(const HotBlocks& hot, const Target* targets, float* const* diagonal_gradients) {
-    for (size_t b = 0; b < hot.rows.size(); ++b) {
-      const Target &rows = targets[2 * b], &projection = targets[2 * b + 1];
-      hot_.push_back({rows, projection, hot.diagonals[b], diagonal_gradients[b]});
+  void take_hot(const Batch& batch, const HotBlocks& hot, const Target* targets, float* const* diagonal_gradients) {
+    for (int64_t block = hot.first; block < hot.first + hot.count; ++block) {
+      const Target &rows = targets[2 * block], &projection = targets[2 * block + 1];
+      hot_.push_back({rows, projection, batch.hot_diagonal(block), diagonal_gradients[block]});
       const int64_t bytes = rows.core.slices * rows.core.size * (rows.core.number == Number::float32 ? 4 : 2);
       if (rows.update == nullptr && bytes > 0) std::memset(rows.gradient, 0, size_t(bytes));
     }
@@ -117,50 +112,44 @@ class TableGradients {
   void finish(Finishing& finishing) {
     for (size_t b = 0; b < hot_.size(); ++b)
       finishing.add(hot_projections_[b], hot_[b].diagonal, hot_[b].rows.core.size, hot_[b].projection, hot_[b].diagonal_gradient);
-    const Half& left = table_.left;
-    float* cut_gradient = diagonal_gradients_[left.is_pair ? 1 : 0];
-    for (int64_t stripe = 0; stripe < stripes(); ++stripe)
-      for (int k = 0; k < table_.rank; ++k) cut_gradient[k] += diagonal_gradient_[stripe * rounded(table_.rank) + k];
-    if (left.is_pair) {
-      finishing.add(*left_outer_, left.diagonal, left.bond, targets_[0], nullptr);
-      finishing.add(*left_inner_, left.diagonal, left.bond, targets_[1], diagonal_gradients_[0]);
+    float* cut_gradient = diagonal_gradients_[left_pair_ != nullptr ? 1 : 0];
+    if (left_pair_ != nullptr) {
+      finish_pair(finishing, *left_pair_, targets_, 0);
     } else {
-      finishing.add(*left_outer_, table_.diagonal, table_.rank, targets_[0], nullptr);
+      finishing.add(*outer_, table_.diagonal, table_.rank, targets_[0], nullptr);
     }
-    if (!table_.right.is_pair) {
-      finishing.add(*right_, table_.diagonal, table_.rank, targets_[order_ - 1], left.is_pair ? nullptr : cut_gradient);
+    if (right_pair_ == nullptr) {
+      finishing.add(*right_, table_.diagonal, table_.rank, targets_[left_pair_ != nullptr ? 2 : 1], cut_gradient);
       return;
     }
-    const int64_t size = int64_t(table_.rank) * table_.n2;
-    product_gradients_ = Buffer<float>(right_products_ * size);
+    product_gradients_ = Buffer<float>(table_.right.slices * table_.right.size);
     Target products;
-    products.core = {const_cast<float*>(table_.right_products), Number::float32, right_products_, size, 0};
+    products.core = table_.right;
+    products.core.first = 0;
     products.gradient = product_gradients_.get();
-    finishing.add(*right_, table_.diagonal, table_.rank, products, nullptr);
+    finishing.add(*right_, nullptr, table_.rank, products, cut_gradient);
   }
 
   // Propagates the finished gradients of the products of a right pair to its two cores.
   void finish_products(Finishing& finishing, const Kernels& kernels, const ScratchMemory& scratch) {
-    const Half& half = table_.right;
-    const int64_t size = int64_t(table_.rank) * table_.n2, first = table_.first_right_product;
-    const int64_t bytes = 4 * (half.outer.slices * half.outer.size + half.inner.slices * half.inner.size);
+    const Pair& pair = *right_pair_;
+    const int64_t bytes = 4 * (pair.outer.slices * pair.outer.size + pair.inner.slices * pair.inner.size);
     const std::vector<int64_t> bounds = cut_evenly(
-        first, first + right_products_, stripes_of(right_products_, kStripeProducts, bytes), [](int64_t w) { return w; });
+        pair.first, pair.beyond, stripes_of(pair.beyond - pair.first, kStripeProducts, bytes), [](int64_t w) { return w; });
     const int64_t count = int64_t(bounds.size()) - 1;
-    left_outer_.emplace(count, half.outer.slices, half.outer.size);
-    left_inner_.emplace(count, half.inner.slices, half.inner.size);
+    outer_.emplace(count, pair.outer);
+    inner_.emplace(count, pair.inner);
     right_.reset();
     run_tasks(count, [&](int64_t s, int64_t thread) {
       kernels.gradients_of_products(
-          half, table_.rank, product_gradients_.get() + (bounds[s] - first) * size, bounds[s], bounds[s + 1], left_outer_->each[s],
-          left_inner_->each[s], scratch.of(thread));
+          pair, table_.diagonal, product_gradients_.get() + (bounds[s] - pair.first) * pair.size(), bounds[s], bounds[s + 1],
+          outer_->each[s], inner_->each[s], scratch.of(thread));
     });
-    finishing.add(*left_outer_, half.diagonal, half.bond, targets_[3], nullptr);
-    finishing.add(*left_inner_, half.diagonal, half.bond, targets_[2], diagonal_gradients_[2]);
+    finish_pair(finishing, pair, targets_ + 2, 2);
   }
 
   void free() {
-    for (std::optional<StripeSums>* sums : {&left_outer_, &left_inner_, &right_}) sums->reset();
+    for (std::optional<StripeSums>* sums : {&outer_, &inner_, &right_}) sums->reset();
     product_gradients_ = Buffer<float>();
     hot_projections_.clear();
   }
@@ -172,13 +161,19 @@ class TableGradients {
     float* diagonal_gradient;
   };
 
+  // Adds the sums of a pair's cores to targets of the pair's cores, in the order of the table's; `bond` is the number of the diagonal.
+  void finish_pair(Finishing& finishing, const Pair& pair, const Target* targets, int bond) {
+    const int outer = pair.outer_is_slow ? 0 : 1;
+    finishing.add(*outer_, pair.diagonal, pair.bond, targets[outer], nullptr);
+    finishing.add(*inner_, pair.diagonal, pair.bond, targets[1 - outer], diagonal_gradients_[bond]);
+  }
+
   int64_t work_before(int64_t u) const { return lookups_.starts[u] + kRowWork * u; }
-  int64_t right_count() const { return table_.right.is_pair ? right_products_ : table_.right.outer.slices; }
+  const Core& left_core() const { return left_pair_ != nullptr ? left_pair_->outer : table_.left; }
 
   int64_t bytes() const {  // of a stripe
-    const Half& left = table_.left;
-    return 4 * (left.outer.slices * left.outer.size + (left.is_pair ? left.inner.slices * left.inner.size : 0) +
-                right_count() * table_.rank * table_.n2);
+    const auto floats = [](const Core& core) { return core.slices * core.size; };
+    return 4 * (floats(left_core()) + (left_pair_ != nullptr ? floats(left_pair_->inner) : 0) + floats(table_.right));
   }
 
   static int64_t stripes_of(int64_t work, int64_t share, int64_t bytes) {
@@ -186,15 +181,14 @@ class TableGradients {
     return std::clamp<int64_t>(work / share, 1, std::min(kMostStripes, fitting));
   }
 
-  const int64_t order_;
   const Table& table_;
+  const Pair *left_pair_, *right_pair_;
   const Lookups& lookups_;
   const Target* targets_;
   float* const* diagonal_gradients_;
-  int64_t right_products_ = 0;
   std::vector<int64_t> bounds_;
-  std::optional<StripeSums> left_outer_, left_inner_, right_;
-  Buffer<float> diagonal_gradient_, product_gradients_;
+  std::optional<StripeSums> outer_, inner_, right_;  // of the left core or pair, later of the right pair; of the right core or products
+  Buffer<float> product_gradients_;
   std::vector<HotTargets> hot_;
   std::vector<StripeSums> hot_projections_;
   std::vector<HotSums> hot_sums_;  // [stripes, blocks]
@@ -206,26 +200,23 @@ void backward(
     const Batch& batch, const float* gradient, const std::vector<Target>& targets, const std::vector<float*>& diagonal_gradients,
     float* weight_gradients) {
   const Kernels& kernels = comera::kernels();
-  std::vector<Table> tables = tables_of(batch);
+  const Pairs pairs(batch);
+  std::vector<Table> tables = tables_of(batch, pairs);
   const HotTables hot(batch, tables);
-  const ScratchMemory scratch(tables, kernels);
+  const ScratchMemory scratch(tables, pairs, kernels);
   const LookupBags lookup_bags(batch);
   const Lookups lookups = lookup_bags.lookups(batch.plan);
   const int64_t d = batch.order, T = batch.num_tables;
   for (size_t k = 0; k < batch.ranks.size(); ++k) std::fill_n(diagonal_gradients[k], batch.ranks[k], 0.0f);
-  const Target* hot_targets = targets.data() + T * d;
-  float* const* hot_diagonal_gradients = diagonal_gradients.data() + T * (d - 1);
   const BagGradients gradients{gradient, batch.num_cols, weight_gradients};
-  const Buffer<float> right_products = make_right_products(batch, tables, kernels, scratch);
+  const Buffer<float> right_products = make_right_products(pairs, tables, kernels, scratch);
   const int64_t rows = batch.plan.bounds[batch.num_tables], work = batch.num_lookups + kRowWork * rows;
   const int64_t share = std::clamp(work / kStripes, kLeastWork, kMostWork);
   std::vector<TableGradients> parts;
   for (int64_t t = 0; t < T; ++t) {
-    parts.emplace_back(batch, tables[t], t, lookups, share, &targets[t * d], &diagonal_gradients[t * (d - 1)]);
-    if (batch.hot.empty()) continue;
-    parts.back().take_hot(batch.hot[t], hot_targets, hot_diagonal_gradients);
-    hot_targets += 2 * batch.hot[t].rows.size();
-    hot_diagonal_gradients += batch.hot[t].rows.size();
+    const Pair* right_pair = d == 4 ? &pairs.right[t] : nullptr;
+    parts.emplace_back(tables[t], right_pair, lookups, share, &targets[t * d], &diagonal_gradients[t * (d - 1)]);
+    if (!batch.hot.empty()) parts.back().take_hot(batch, batch.hot[t], &targets[T * d], &diagonal_gradients[T * (d - 1)]);
   }
   Finishing finishing;
   for (size_t first = 0, beyond = 0; first < parts.size(); first = beyond) {

@@ -9,12 +9,10 @@ namespace {
 
 constexpr int kTileVectors = kRegisters / 8, kTileRows = 4;
 
-constexpr int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }  // to whole vectors of every width
-
 // A sample's features and what is computed from them.
 struct InteractionScratch {
   InteractionScratch(const Samples& samples, float* memory)
-      : rows(padded(samples.features)), columns(padded(samples.columns)), features(memory), transposed(features + rows * columns),
+      : rows(rounded(samples.features)), columns(rounded(samples.columns)), features(memory), transposed(features + rows * columns),
         square(transposed + rows * columns), ones(square + rows * rows), end(ones + (rows > columns ? rows : columns)) {
     std::memset(memory, 0, 4 * (ones - memory));
     for (float* one = ones; one < end; ++one) *one = 1;
@@ -36,7 +34,7 @@ struct InteractionScratch {
 };
 
 int64_t interaction_scratch_floats(const Samples& samples) {
-  const int64_t rows = padded(samples.features), columns = padded(samples.columns);
+  const int64_t rows = rounded(samples.features), columns = rounded(samples.columns);
   return 2 * rows * columns + rows * rows + (rows > columns ? rows : columns);
 }
 

@@ -1,8 +1,8 @@
 // Loops over rows and slices. Compiled once for each instruction set, as `COMERA_KERNELS`; nothing here is shared between them.
 #include "kernels.h"
 
-#include "halves.h"
 #include "interaction_kernel.h"
+#include "pairs.h"
 #include "products.h"
 #include "serve_kernel.h"
 #include "slices.h"
@@ -13,26 +13,6 @@ namespace {
 
 constexpr int64_t kAhead = 6;          // rows to prefetch ahead, so that data has arrived when it is needed
 constexpr int64_t kAheadLookups = 16;  // lookups to prefetch ahead
-
-void scale_rows(float* values, const float* diagonal, int64_t rows, int64_t size) {
-  const int64_t columns = rows > 0 ? size / rows : 0;
-  for (int64_t k = 0; k < rows; ++k)
-    for (int64_t j = 0; j < columns; ++j) values[k * columns + j] *= diagonal[k];
-}
-
-// out[k] += the inner product of rows k of both.
-void add_row_products(const float* a, const float* b, int64_t rows, int64_t columns, float* out) {
-  for (int64_t k = 0; k < rows; ++k) out[k] += dot(a + k * columns, b + k * columns, columns);
-}
-
-COMERA_INLINE float* touch(const Sums& sums, int64_t slice) {
-  float* values = sums.values + slice * sums.size;
-  if (!sums.touched[slice]) {
-    sums.touched[slice] = 1;
-    std::memset(values, 0, 4 * sums.size);
-  }
-  return values;
-}
 
 // What hot blocks add to rows, which are visited in the order of their ids.
 class HotRows {
@@ -91,24 +71,49 @@ class HotRows {
   float *widened_, *row_gradient_;
 };
 
+// Calls run(table, first, beyond) for rows [first, beyond) or, if the left half is a pair, for blocks of them with few products, which
+// are formed first and then are the table's left slices.
+constexpr int64_t kBlockProducts = 32;
+
+template <class Run>
+COMERA_INLINE void for_blocks(
+    const Table& table, const Lookups& lookups, int64_t first, int64_t beyond, float* products, float* memory, const Run& run) {
+  if (table.left_pair == nullptr) return run(table, first, beyond);
+  const Pair& pair = *table.left_pair;
+  Table formed = table;
+  for (int64_t end = first; first < beyond; first = end) {
+    const int64_t number = lookups.p[first];
+    while (end < beyond && lookups.p[end] < number + kBlockProducts) ++end;
+    formed.left = pair.core_of(products, number, lookups.p[end - 1] + 1);
+    make_products(pair, number, lookups.p[end - 1] + 1, products, memory);
+    run(formed, first, end);
+  }
+}
+
+int64_t block_floats(const Table& table) {
+  return table.left_pair == nullptr ? 0 : rounded(kBlockProducts * table.left_pair->size());
+}
+
+int64_t scratch_floats(const Table& table) {
+  return (table.left_pair == nullptr ? 0 : pair_floats(*table.left_pair)) + 2 * block_floats(table) + rounded(table.left.size) +
+         rounded(table.right.size) + 3 * rounded(int64_t(table.n1) * table.n2) + 2 * rounded(table.hot_width) + rounded(kBlockProducts);
+}
+
 template <int N1, int N2>
 void look_up(
-    const Table& table, const Lookups& lookups, const Bags& bags, float* rows, int64_t first, int64_t beyond, float* memory) {
-  Scratch scratch(memory);
+    const Table& table, const Lookups& lookups, const Bags& bags, float* rows, int64_t first, int64_t beyond, Scratch scratch) {
   const int n1 = N1 > 0 ? N1 : table.n1, n2 = N2 > 0 ? N2 : table.n2;
   const int64_t width = bags.width;
-  float* row = scratch.take(int64_t(n1) * n2);
-  Products left_of(table.left, table.rank, scratch);
-  RightSlices right_of(table, scratch);
+  float *row = scratch.take(int64_t(n1) * n2), *left_floats = scratch.take(table.left.size), *right_floats = scratch.take(table.right.size);
   HotRows hot(table, width, scratch);
   const float* left = nullptr;
   for (int64_t u = first; u < beyond; ++u) {
-    if (left == nullptr || lookups.p[u] != lookups.p[u - 1]) left = left_of(lookups.p[u]);
+    if (left == nullptr || lookups.p[u] != lookups.p[u - 1]) left = slice_of(table.left, lookups.p[u], left_floats);
     if (u + kAhead < beyond) {
-      left_of.prefetch_later(lookups.p[u + kAhead]);
-      right_of.prefetch_later(lookups.q[u + kAhead]);
+      prefetch_slice(table.left, lookups.p[u + kAhead]);
+      prefetch_slice(table.right, lookups.q[u + kAhead]);
     }
-    multiply<N1, N2>(n1, n2, left, right_of(lookups.q[u]), table.diagonal, table.rank, row);
+    multiply<N1, N2>(n1, n2, left, slice_of(table.right, lookups.q[u], right_floats), table.diagonal, table.rank, row);
     if (hot.find(u)) {
       hot.prefetch_later(u + kAhead);
       hot.add_to(row);
@@ -127,13 +132,6 @@ void look_up(
     }
   }
   finish_streaming();
-}
-
-void make_products(const Half& half, int rank, int64_t first, int64_t beyond, float* out, float* memory) {
-  Scratch scratch(memory);
-  Products product_of(half, rank, scratch);
-  const int64_t size = int64_t(rank) * half.outer_n * half.inner_n;
-  for (int64_t number = first; number < beyond; ++number) product_of.pair(number, out + (number - first) * size);
 }
 
 void pool(
@@ -189,106 +187,42 @@ COMERA_INLINE void sum_lookups(
   }
 }
 
-// Propagates gradients of a pair's products, one by one, to the slices of its two cores.
-class PairGradients {
- public:
-  PairGradients(const Half& half, int rank, const Sums& outer_sums, const Sums& inner_sums, Scratch& scratch)
-      : half_(half), rank_(rank), outer_sums_(outer_sums), inner_sums_(inner_sums), outer_(scratch.take(half.outer.size)),
-        inner_(scratch.take(half.inner.size)), mixed_(scratch.take(int64_t(rank) * half.outer_n * half.inner_n)),
-        lanes_(scratch.take(int64_t(half.bond) * half.outer_n * kWidth)) {}
-
-  void add(int64_t number, float* gradient) {
-    const int64_t outer = half_.outer_of[number], inner = half_.inner_of[number], columns = int64_t(rank_) * half_.inner_n;
-    if (outer != current_) {
-      flush();
-      current_ = outer;
-      std::memset(lanes_, 0, 4 * int64_t(half_.bond) * half_.outer_n * kWidth);
-    }
-    rearrange<false>(half_, rank_, mixed_, gradient);
-    add_lanes(half_.bond, half_.outer_n, columns, slice_of(half_.inner, inner, inner_), mixed_, lanes_);
-    add_product(
-        half_.outer_n, columns, slice_of(half_.outer, outer, outer_), mixed_, half_.bond,
-        touch(inner_sums_, inner - half_.inner.first));
-  }
-
-  void flush() {
-    if (current_ < 0) return;
-    float* sums = touch(outer_sums_, current_ - half_.outer.first);
-    for (int64_t i = 0; i < half_.outer.size; ++i) sums[i] += sum_lanes(lanes_ + i * kWidth);
-  }
-
- private:
-  const Half& half_;
-  const int rank_;
-  const Sums &outer_sums_, &inner_sums_;
-  float *outer_, *inner_, *mixed_, *lanes_;
-  int64_t current_ = -1;
-};
-
 template <int N1, int N2>
 void gradients_of_rows(
-    const Table& table, const Lookups& lookups, const BagGradients& gradients, int64_t first, int64_t beyond, const Stripe& stripe,
-    float* memory) {
-  Scratch scratch(memory);
+    const Table& table, const Lookups& lookups, const BagGradients& gradients, int64_t first, int64_t beyond, int64_t last_lookup,
+    const Stripe& stripe, Scratch scratch) {
   const int n1 = N1 > 0 ? N1 : table.n1, n2 = N2 > 0 ? N2 : table.n2, rank = table.rank;
-  const int64_t n = int64_t(n1) * n2, last = lookups.starts[beyond];
+  const int64_t n = int64_t(n1) * n2;
   const int32_t *p = lookups.p, *q = lookups.q;
-  float *sum = scratch.take(n), *turned = scratch.take(n), *row = scratch.take(n), *left_gradient = scratch.take(int64_t(rank) * n1);
-  Products left_of(table.left, rank, scratch);
-  RightSlices right_of(table, scratch);
-  PairGradients pairs(table.left, rank, stripe.left_outer, stripe.left_inner, scratch);
+  float *sum = scratch.take(n), *turned = scratch.take(n), *row = scratch.take(n);
+  float *left_floats = scratch.take(table.left.size), *right_floats = scratch.take(table.right.size), *left_gradient = nullptr;
   HotRows hot(table, gradients.width, scratch);
-  const int64_t first_right = table.right.is_pair ? table.first_right_product : table.right.outer.first;
   const float* left = nullptr;
   for (int64_t u = first; u < beyond; ++u) {
     if (u == first || p[u] != p[u - 1]) {
-      left = left_of(p[u]);
-      if (table.left.is_pair) {
-        std::memset(left_gradient, 0, 4 * int64_t(rank) * n1);
-      } else {
-        left_gradient = touch(stripe.left_outer, p[u] - table.left.outer.first);
-      }
+      left = slice_of(table.left, p[u], left_floats);
+      left_gradient = touch(stripe.left, p[u] - table.left.first);
     }
     if (u + kAhead < beyond) {
-      left_of.prefetch_later(p[u + kAhead]);
-      right_of.prefetch_later(q[u + kAhead]);
-      prefetch(stripe.right.values + (q[u + kAhead] - first_right) * stripe.right.size, 4 * stripe.right.size);
+      prefetch_slice(table.left, p[u + kAhead]);
+      prefetch_slice(table.right, q[u + kAhead]);
+      prefetch(stripe.right.values + (q[u + kAhead] - table.right.first) * stripe.right.size, 4 * stripe.right.size);
     }
-    const float* right = right_of(q[u]);
+    const float* right = slice_of(table.right, q[u], right_floats);
     const bool is_hot = hot.find(u);
     if (gradients.scale_gradients != nullptr) {
       multiply<N1, N2>(n1, n2, left, right, table.diagonal, rank, row);
       if (is_hot) hot.add_to(row);
     }
-    sum_lookups<N1 * N2>(lookups, gradients, u, last, n, row, sum);
+    sum_lookups<N1 * N2>(lookups, gradients, u, last_lookup, n, row, sum);
     if (is_hot) {
       hot.prefetch_later(u + kAhead, stripe.hot);
       hot.add_gradient(sum, stripe.hot);
     }
     transpose(n1, n2, sum, turned);
     add_product<N2, N1>(n2, n1, right, turned, rank, left_gradient);
-    add_product<N1, N2>(n1, n2, left, sum, rank, touch(stripe.right, q[u] - first_right));
-    if (table.left.is_pair && (u + 1 == beyond || p[u + 1] != p[u])) {
-      add_row_products(left_gradient, left, rank, n1, stripe.diagonal_gradient);
-      scale_rows(left_gradient, table.diagonal, rank, int64_t(rank) * n1);
-      pairs.add(p[u], left_gradient);
-    }
+    add_product<N1, N2>(n1, n2, left, sum, rank, touch(stripe.right, q[u] - table.right.first));
   }
-  pairs.flush();
-}
-
-void gradients_of_products(
-    const Half& half, int rank, const float* gradients, int64_t first, int64_t beyond, const Sums& outer, const Sums& inner,
-    float* memory) {
-  Scratch scratch(memory);
-  PairGradients pairs(half, rank, outer, inner, scratch);
-  const int64_t size = int64_t(rank) * half.outer_n * half.inner_n;
-  float* gradient = scratch.take(size);
-  for (int64_t number = first; number < beyond; ++number) {
-    std::memcpy(gradient, gradients + (number - first) * size, 4 * size);
-    pairs.add(number, gradient);
-  }
-  pairs.flush();
 }
 
 void finish_sums(
@@ -316,7 +250,7 @@ void finish_sums(
     }
     if (diagonal_gradient != nullptr && rows > 0)
       add_row_products(total, slice_of(core, slice + core.first, widened), rows, core.size / rows, diagonal_gradient);
-    scale_rows(total, diagonal, rows, core.size);
+    if (diagonal != nullptr) scale_rows(total, diagonal, rows, core.size);
     if (target.update == nullptr) {
       narrow(total, core.number, core.size, offset(target.gradient, core.number, slice * core.size));
     } else {
@@ -332,16 +266,37 @@ void scaled_rows(const Core& core, const float* diagonal, int64_t rows, float* o
 }
 
 void look_up_by_size(
-    const Table& table, const Lookups& lookups, const Bags& bags, float* rows, int64_t first, int64_t beyond, float* scratch) {
-  with_common_sizes(
-      table.n1, table.n2, [&]<int N1, int N2>() { look_up<N1, N2>(table, lookups, bags, rows, first, beyond, scratch); });
+    const Table& table, const Lookups& lookups, const Bags& bags, float* rows, int64_t first, int64_t beyond, float* memory) {
+  Scratch scratch(memory);
+  float *products = scratch.take(block_floats(table)), *rest = scratch.take(0);
+  for_blocks(table, lookups, first, beyond, products, rest, [&](const Table& formed, int64_t u, int64_t end) {
+    with_common_sizes(formed.n1, formed.n2, [&]<int N1, int N2>() {
+      look_up<N1, N2>(formed, lookups, bags, rows, u, end, scratch);
+    });
+  });
 }
 
 void gradients_of_rows_by_size(
     const Table& table, const Lookups& lookups, const BagGradients& gradients, int64_t first, int64_t beyond, const Stripe& stripe,
-    float* scratch) {
-  with_common_sizes(table.n1, table.n2, [&]<int N1, int N2>() {
-    gradients_of_rows<N1, N2>(table, lookups, gradients, first, beyond, stripe, scratch);
+    float* memory) {
+  Scratch scratch(memory);
+  float *products = scratch.take(block_floats(table)), *product_gradients = scratch.take(block_floats(table)), *rest = scratch.take(0);
+  for_blocks(table, lookups, first, beyond, products, rest, [&](const Table& formed, int64_t u, int64_t end) {
+    Stripe sums = stripe;
+    uint8_t touched[kBlockProducts] = {};
+    const Pair* pair = formed.left_pair;
+    if (pair != nullptr) {
+      std::memset(product_gradients, 0, 4 * formed.left.slices * formed.left.size);
+      std::memset(touched, 1, sizeof touched);
+      sums.left = {product_gradients, touched, formed.left.size};
+    }
+    with_common_sizes(formed.n1, formed.n2, [&]<int N1, int N2>() {
+      gradients_of_rows<N1, N2>(formed, lookups, gradients, u, end, lookups.starts[beyond], sums, scratch);
+    });
+    if (pair == nullptr) return;
+    const int64_t number = formed.left.first;
+    gradients_of_products(
+        *pair, formed.diagonal, product_gradients, number, number + formed.left.slices, stripe.left, stripe.left_inner, rest);
   });
 }
 
@@ -354,8 +309,8 @@ void gradients_of_rows_by_size(
 
 const Kernels COMERA_TABLE(COMERA_KERNELS) = {
     COMERA_NAMED(COMERA_KERNELS),
-    kWidth,
     scratch_floats,
+    pair_floats,
     look_up_by_size,
     make_products,
     pool,

@@ -1,7 +1,8 @@
 // The arguments of the loops over rows, and the table of these loops, of which there is one for each instruction set.
 //
-// T tables of two, three or four cores each. A table's cores are cut into a leading and a trailing half, of one or two cores:
-// row (p, q) is the product of slice p of the leading and slice q of the trailing half. Slices are numbered through all tables.
+// T tables of two, three or four cores each. A table's cores are cut into a leading and a trailing half, of one or two cores; a pair
+// of cores is multiplied first, so that loops over rows know one core a half: row (p, q) is the product of slice p of the left and
+// slice q of the right one. Slices, and products of pairs, are numbered through all tables.
 // U unique rows, sorted by table, p and q. L lookups, sorted by row.
 #pragma once
 
@@ -11,6 +12,13 @@
 #include "serve.h"
 
 namespace comera {
+
+namespace {
+
+// Floats in whole vectors of every instruction set.
+[[maybe_unused]] constexpr int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+}  // namespace
 
 enum class Number : int32_t { float32, bfloat16, float16 };
 
@@ -23,17 +31,22 @@ struct Core {
   int64_t first = 0;  // number of its first slice among those of all tables
 };
 
-// The leading or the trailing half of a table's cores: products [rank, n], stored rank by rank.
-struct Half {
-  Core outer;         // the core at the end of the chain: slices [bond, outer_n]
-  Core inner;         // of a pair, the core next to the cut: slices [bond, rank, inner_n]
-  bool is_pair = false;
-  bool outer_is_slow = true;  // whether the outer core's columns are the slow index of a pair's: true for leading halves
-  const float* diagonal = nullptr;  // of a pair: [bond]
-  int bond = 0;                     // rank between a pair's cores; for a single core, the rank at the cut
-  int outer_n = 1, inner_n = 1;
-  const int32_t* outer_of = nullptr;  // of a pair: its slices, by number of the product
+// Two cores that form a half: their products [rank, n] are stored rank by rank, like slices.
+struct Pair {
+  Core outer;  // the core at the end of the chain: slices [bond, outer_n]
+  Core inner;  // the core next to the cut: slices [bond, rank, inner_n]
+  const float* diagonal = nullptr;  // [bond]
+  int bond = 0, rank = 0, outer_n = 0, inner_n = 0;
+  bool outer_is_slow = true;  // whether the outer core's columns are the slow index of a product's: true for leading halves
+  const int32_t* outer_of = nullptr;  // slices by number of the product
   const int32_t* inner_of = nullptr;
+  int64_t first = 0, beyond = 0;  // numbers of the table's products
+
+  [[gnu::always_inline]] int64_t size() const { return int64_t(rank) * outer_n * inner_n; }
+  // Products [first, beyond) as slices of a core.
+  [[gnu::always_inline]] Core core_of(float* products, int64_t first, int64_t beyond) const {
+    return {products, Number::float32, beyond - first, size(), first};
+  }
 };
 
 // A block of hot rows, which are added to the rows of the cores: `width` numbers each, times the projection.
@@ -44,13 +57,12 @@ struct HotBlock {
 };
 
 struct Table {
-  Half left, right;
+  Core left, right;                 // slices [rank, n1] and [rank, n2]; of a pair on the right, its products
+  const Pair* left_pair = nullptr;  // on the left, its products are formed as rows need them
   const float* diagonal = nullptr;  // at the cut, [rank]
   int rank = 0;
-  int n1 = 0, n2 = 0;               // columns of a product of each half
+  int n1 = 0, n2 = 0;
   int64_t row_begin = 0, row_end = 0;
-  const float* right_products = nullptr;  // of a pair: all of the table, formed in advance
-  int64_t first_right_product = 0;
   const HotBlock* hot = nullptr;      // consecutive blocks
   const int32_t* hot_ids = nullptr;   // ids of the rows from row_begin to hot_end
   int64_t hot_end = 0, hot_width = 0;  // width of the widest block
@@ -113,36 +125,36 @@ struct HotSums {
 
 // Gradient sums of one range of a table's rows, separate from other ranges so that each is summed in the order of its rows.
 struct Stripe {
-  Sums left_outer, left_inner, right;  // left_inner: of pairs; right: of its core or, of pairs, its products
-  float* diagonal_gradient = nullptr;        // [rank] at the cut, if the left half is a pair
-  const HotSums* hot = nullptr;        // of each block
+  Sums left, left_inner, right;  // if the left half is a pair, of its outer and its inner core
+  const HotSums* hot = nullptr;  // of each block
 };
 
 struct Kernels {
   const char* name;
-  int vector_floats;
 
-  // The most floats of scratch memory that any of these needs for a table.
+  // The most floats of scratch memory that loops over a table's rows, and those over a pair's products, need.
   int64_t (*scratch_floats)(const Table&);
+  int64_t (*pair_floats)(const Pair&);
 
   // Writes rows [first, beyond) to `rows` [U, width] or, if that is null, to their bags of one lookup each.
   void (*look_up)(const Table&, const Lookups&, const Bags&, float* rows, int64_t first, int64_t beyond, float* scratch);
   // Forms products [first, beyond) of a pair in out [.., rank, n].
-  void (*make_products)(const Half&, int rank, int64_t first, int64_t beyond, float* out, float* scratch);
+  void (*make_products)(const Pair&, int64_t first, int64_t beyond, float* out, float* scratch);
   // Pools rows to bags [first, beyond), numbered by their positions in the output: inverse [L], offsets [bags + 1].
   void (*pool)(
       const float* rows, const int32_t* inverse, const int64_t* offsets, const float* weights, bool mean, int64_t features,
       const Bags&, int64_t bags, int64_t first, int64_t beyond);
 
-  // Propagates gradients of rows [first, beyond) to the halves' slices, not yet times the diagonal beside these.
+  // Propagates gradients of rows [first, beyond) to the slices, not yet times the diagonal beside these.
   void (*gradients_of_rows)(
       const Table&, const Lookups&, const BagGradients&, int64_t first, int64_t beyond, const Stripe&, float* scratch);
-  // Propagates gradients [.., rank, n] of products [first, beyond) of a pair to its cores.
+  // Multiplies gradients [.., rank, n] of products [first, beyond) of a pair by the diagonal at the cut, and propagates them to its
+  // cores.
   void (*gradients_of_products)(
-      const Half&, int rank, const float* gradients, int64_t first, int64_t beyond, const Sums& outer, const Sums& inner,
-      float* scratch);
-  // For slices [first, beyond), adds the sums of all stripes, times the diagonal, to the target; if its pointer isn't null, also adds
-  // to the gradient of the diagonal.
+      const Pair&, const float* diagonal, float* gradients, int64_t first, int64_t beyond, const Sums& outer,
+      const Sums& inner, float* scratch);
+  // For slices [first, beyond), adds the sums of all stripes, times the diagonal unless its pointer is null, to the target; if its
+  // pointer isn't null, also adds to the gradient of the diagonal.
   void (*finish_sums)(
       const Sums* stripes, int count, const float* diagonal, int64_t rows, const Target&, int64_t first, int64_t beyond,
       float* diagonal_gradient, float* scratch);

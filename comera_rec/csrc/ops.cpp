@@ -50,6 +50,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
             " products: give modes that are more even");
     require(num_embeddings[t] >= 1 && double(num_embeddings[t]) <= rows, "num_embeddings[", t, "] is ", num_embeddings[t],
             ", but its row modes make ", rows, " rows: give a number from 1 to that");
+    require(double(num_embeddings[t]) * double(ids[t].numel()) < 0x1p62, "table ", t, " has too many rows for ", ids[t].numel(),
+            " ids: look up fewer at a time");
     tables.push_back({ids[t].data_ptr(), type == ScalarType::Long, ids[t].numel(), num_embeddings[t], modes});
     L += ids[t].numel();
   }
@@ -86,7 +88,8 @@ bool is_slice_major(const Tensor& core, bool is_leading) {
 struct Arguments {
   Arguments(
       const std::vector<Tensor>& cores, const std::vector<Tensor>& diagonals, const std::vector<Tensor>& plan, const Tensor& offsets,
-      const std::optional<Tensor>& weights, bool mean, int64_t features, int64_t num_cols, const std::vector<int64_t>& hot) {
+      const std::optional<Tensor>& weights, bool mean, int64_t features, int64_t num_cols, const std::vector<int64_t>& hot_blocks,
+      const std::vector<int64_t>& first_rows) {
     require(plan.size() == 7, "plan holds ", plan.size(), " tensors: give the 7 of plan_lookup");
     const auto &inverse = plan[0], &order = plan[1], &starts = plan[2], &rows = plan[3], &left = plan[4], &right = plan[5],
                &bounds = plan[6];
@@ -95,13 +98,13 @@ struct Arguments {
     require(d >= 2 && d <= 4 && order.numel() == L && starts.numel() == L + 1 && rows.numel() == 2 * L &&
                 left.numel() == (d >= 3 ? 2 * L : 0) && right.numel() == (d == 4 ? 2 * L : 0),
             "plan has tensors of inconsistent sizes: take all of them from one call of plan_lookup");
-    require(hot.empty() || int64_t(hot.size()) == 2 * T, "hot holds ", hot.size(), " numbers for ", T,
-            " tables: give the number of blocks and the first row of each, or nothing");
+    require((hot_blocks.empty() || int64_t(hot_blocks.size()) == T) && first_rows.size() == hot_blocks.size(), "hot_blocks and first_rows "
+            "hold ", hot_blocks.size(), " and ", first_rows.size(), " numbers for ", T, " tables: give one for each, or nothing");
     int64_t blocks = 0;
-    for (size_t k = 0; k < hot.size(); ++k) {
-      require(hot[k] >= 0 && (k % 2 == 1 || hot[k] <= kMost), "hot holds ", hot[k],
-              ": give non-negative numbers of blocks and first rows");
-      if (k % 2 == 0) blocks += hot[k];
+    for (size_t t = 0; t < hot_blocks.size(); ++t) {
+      require(hot_blocks[t] >= 0 && hot_blocks[t] <= kMost && first_rows[t] >= 0, "table ", t, " has ", hot_blocks[t],
+              " hot_blocks and first row ", first_rows[t], ": give numbers from 0 on");
+      blocks += hot_blocks[t];
     }
     require(int64_t(cores.size()) == T * d + 2 * blocks, "cores holds ", cores.size(), " tensors, but the plan is for ", T,
             " tables of ", d, " cores, with ", blocks, " hot blocks of 2 each");
@@ -121,21 +124,10 @@ struct Arguments {
     int64_t width = 1;
     for (int64_t k = 0; k < d; ++k) width *= batch.columns[k];
     require(num_cols >= 1 && num_cols <= width, "num_cols is ", num_cols, ", but the cores make ", width, " columns");
-    take_hot(cores, hot);
+    take_hot(cores, hot_blocks, first_rows);
     for (int rank : batch.ranks) floats += rank;
     take_diagonals(diagonals, floats);
-    share_diagonals();
     take_bags(offsets, weights, mean, features);
-  }
-
-  // Converts the k-th of the cores.
-  Core core(size_t k) const {
-    if (k < batch.cores.size()) return batch.cores[k];
-    size_t block = (k - batch.cores.size()) / 2;
-    const bool is_projection = (k - batch.cores.size()) % 2;
-    auto table = batch.hot.begin();
-    for (; block >= table->rows.size(); ++table) block -= table->rows.size();
-    return (is_projection ? table->projections : table->rows)[block];
   }
 
   Batch batch;
@@ -166,13 +158,14 @@ struct Arguments {
     require(rank == 1, "cores[", t * d + d - 1, "] has last rank ", rank, ": the last core must end in rank 1");
   }
 
-  void take_hot(const std::vector<Tensor>& cores, const std::vector<int64_t>& hot) {
-    size_t next = batch.cores.size();
-    for (size_t t = 0; 2 * t < hot.size(); ++t) {
-      HotBlocks blocks;
-      blocks.first = hot[2 * t + 1];
+  void take_hot(
+      const std::vector<Tensor>& cores, const std::vector<int64_t>& hot_blocks, const std::vector<int64_t>& first_rows) {
+    const size_t cores_of_tables = batch.cores.size();
+    size_t next = cores_of_tables;
+    for (size_t t = 0; t < hot_blocks.size(); ++t) {
+      batch.hot.push_back({first_rows[t], int64_t(next - cores_of_tables) / 2, hot_blocks[t]});
       int64_t beyond = 0;
-      for (int64_t block = 0; block < hot[2 * t]; ++block, next += 2) {
+      for (int64_t block = 0; block < hot_blocks[t]; ++block, next += 2) {
         const Tensor &rows = cores[next], &projection = cores[next + 1];
         require(rows.dim() == 4 && rows.size(0) == 1 && rows.size(1) > 0 && rows.size(2) == 1, "cores[", next, "] has shape ",
                 shape_of(rows), ": give (1, rows, 1, k), the rows of a hot block");
@@ -187,19 +180,12 @@ struct Arguments {
         }
         beyond += rows.size(1);
         require(beyond <= kMost, "cores[", next, "] ends at row ", beyond, ": tables have at most ", kMost, " hot rows");
-        blocks.rows.push_back({rows.data_ptr(), number_of(rows, "cores"), rows.size(1), rows.size(3), 0});
-        blocks.projections.push_back(
+        batch.cores.push_back({rows.data_ptr(), number_of(rows, "cores"), rows.size(1), rows.size(3), 0});
+        batch.cores.push_back(
             {projection.data_ptr(), number_of(projection, "cores"), 1, projection.size(0) * projection.size(2), 0});
         batch.ranks.push_back(int(rows.size(3)));
       }
-      batch.hot.push_back(std::move(blocks));
     }
-  }
-
-  void share_diagonals() {
-    size_t next = size_t(batch.num_tables * (batch.order - 1));
-    for (HotBlocks& blocks : batch.hot)
-      for (size_t block = 0; block < blocks.rows.size(); ++block) blocks.diagonals.push_back(batch.diagonals[next++]);
   }
 
   void take_diagonals(const std::vector<Tensor>& diagonals, int64_t floats) {
@@ -254,8 +240,9 @@ struct Arguments {
 
 Tensor pool(
     std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets, std::optional<Tensor> weights,
-    bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot) {
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
+    bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot_blocks,
+    std::vector<int64_t> first_rows) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot_blocks, first_rows);
   Tensor out = reused({arguments.batch.bags / features, features * num_cols});
   pool_bags(arguments.batch, static_cast<float*>(out.data_ptr()));
   return out;
@@ -281,14 +268,15 @@ std::tuple<std::vector<Tensor>, Tensor> run_backward(
 
 std::tuple<std::vector<Tensor>, std::vector<Tensor>, Tensor> pool_backward(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
-    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot) {
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
+    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot_blocks,
+    std::vector<int64_t> first_rows) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot_blocks, first_rows);
   std::vector<Tensor> core_gradients;
   std::vector<Target> targets;
   for (size_t k = 0; k < cores.size(); ++k) {
     core_gradients.push_back(torch::stable::empty_like(cores[k]));
     Target target;
-    target.core = arguments.core(k);
+    target.core = arguments.batch.cores[k];
     target.gradient = core_gradients.back().data_ptr();
     targets.push_back(target);
   }
@@ -318,9 +306,9 @@ void* state_of(const std::vector<Tensor>& states, size_t k, const Tensor& core, 
 
 std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
-    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot,
-    std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind, std::vector<double> settings, int64_t seed) {
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
+    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot_blocks,
+    std::vector<int64_t> first_rows, std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind, std::vector<double> settings, int64_t seed) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot_blocks, first_rows);
   require(kind >= 0 && kind <= int64_t(Update::Kind::adamw), "kind is ", kind, ": choose 0 to 4");
   const Update::Kind chosen = Update::Kind(kind);
   // Diagonals are updated too if there are settings for them.
@@ -349,7 +337,7 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     update.first = state_of(first, k, parameter, chosen == Update::Kind::row_wise_adagrad, "first");
     update.second = state_of(second, k, parameter, false, "second");
     if (!is_core) continue;
-    targets[k].core = arguments.core(k);
+    targets[k].core = arguments.batch.cores[k];
     targets[k].update = &update;
   }
   auto gradients = run_backward(gradient, arguments.batch, targets, weights.has_value());
@@ -374,13 +362,14 @@ STABLE_TORCH_LIBRARY(comera_rec, library) {
       "(Tensor inverse, Tensor order, Tensor starts, Tensor rows, Tensor left, Tensor right, Tensor bounds)");
   library.def(
       "pool(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, int features, "
-      "int num_cols, int[] hot) -> Tensor");
+      "int num_cols, int[] hot_blocks, int[] first_rows) -> Tensor");
   library.def(
       "pool_backward(Tensor gradient, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, "
-      "int features, int num_cols, int[] hot) -> (Tensor[] cores, Tensor[] diagonals, Tensor weights)");
+      "int features, int num_cols, int[] hot_blocks, int[] first_rows) -> (Tensor[] cores, Tensor[] diagonals, Tensor weights)");
   library.def(
       "pool_backward_update(Tensor gradient, Tensor(a!)[] cores, Tensor(d!)[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, "
-      "bool mean, int features, int num_cols, int[] hot, Tensor(b!)[] first, Tensor(c!)[] second, int kind, float[] settings, int seed) -> "
+      "bool mean, int features, int num_cols, int[] hot_blocks, int[] first_rows, Tensor(b!)[] first, Tensor(c!)[] second, int kind, "
+      "float[] settings, int seed) -> "
       "(Tensor[] diagonals, Tensor weights)");
   library.def("cpu() -> str");
   library.def("threads_used_last() -> int");

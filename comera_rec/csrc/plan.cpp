@@ -17,17 +17,16 @@ constexpr int kDigitBits = 12;     // of a pass of the radix sort, whose counter
 constexpr int64_t kFewWords = 512;  // up to which a comparison sort is faster
 
 // Stable sort of words by their bits [low, low + bits), in place.
-template <class Word>
-void sort_words(Word* words, Word* other, int64_t count, int low, int bits) {
+void sort_words(uint64_t* words, uint64_t* other, int64_t count, int low, int bits) {
   if (count <= kFewWords) {
-    const Word mask = ((Word(1) << bits) - 1) << low;
-    std::stable_sort(words, words + count, [mask](Word a, Word b) { return (a & mask) < (b & mask); });
+    const uint64_t mask = ((uint64_t(1) << bits) - 1) << low;
+    std::stable_sort(words, words + count, [mask](uint64_t a, uint64_t b) { return (a & mask) < (b & mask); });
     return;
   }
   const int passes = (bits + kDigitBits - 1) / kDigitBits, width = passes > 0 ? (bits + passes - 1) / passes : 0;
-  const Word mask = (Word(1) << width) - 1;
+  const uint64_t mask = (uint64_t(1) << width) - 1;
   int32_t counters[1 << kDigitBits];
-  Word *source = words, *target = other;
+  uint64_t *source = words, *target = other;
   for (int pass = 0; pass < passes; ++pass) {
     const int shift = low + pass * width;
     std::fill_n(counters, int64_t(1) << width, 0);
@@ -54,13 +53,10 @@ struct Part {
   int64_t rows = 0, left_products = 0, right_products = 0;
   int64_t bad_id = 0;
   bool has_bad_id = false;
-  bool is_wide = false;  // whether an id and its position need more than 64 bits
 };
 
-using Wide = unsigned __int128;
-
-template <class Word>
-void sort_ids(Part& part, Word* words, Word* other) {
+// Sorts the ids, each with its position in one word.
+void sort_ids(Part& part, uint64_t* words, uint64_t* other) {
   const int64_t count = part.table.count, limit = part.table.num_embeddings;
   const int position_bits = bits_of(count);
   const auto pack = [&](const auto* ids) {
@@ -71,7 +67,7 @@ void sort_ids(Part& part, Word* words, Word* other) {
         part.has_bad_id = true;
         return;
       }
-      words[i] = Word(uint64_t(id)) << position_bits | Word(uint64_t(i));
+      words[i] = uint64_t(id) << position_bits | uint64_t(i);
     }
   };
   part.table.is_long ? pack(static_cast<const int64_t*>(part.table.ids)) : pack(static_cast<const int32_t*>(part.table.ids));
@@ -81,16 +77,15 @@ void sort_ids(Part& part, Word* words, Word* other) {
 }
 
 // Finds the rows of a table from its sorted ids; p and q are numbered within the table.
-template <class Word>
-void write_rows(const Part& part, const Word* words, const Plan& plan) {
+void write_rows(const Part& part, const uint64_t* words, const Plan& plan) {
   const int position_bits = bits_of(part.table.count);
-  const Word mask = (Word(1) << position_bits) - 1;
+  const uint64_t mask = (uint64_t(1) << position_bits) - 1;
   const int64_t right = part.right_slices;
   int64_t row = part.first_row - 1, digit = 0, digit_start = 0;
   for (int64_t i = 0; i < part.table.count; ++i) {
     const int64_t position = part.first_lookup + int64_t(words[i] & mask);
     if (i == 0 || words[i] >> position_bits != words[i - 1] >> position_bits) {
-      const int64_t id = int64_t(uint64_t(words[i] >> position_bits));
+      const int64_t id = int64_t(words[i] >> position_bits);
       if (id - digit_start >= right) {  // neighbors usually share the leading digit, and comparing is cheaper than dividing
         digit = id / right;
         digit_start = digit * right;
@@ -148,7 +143,6 @@ void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel
   const int64_t cut = (order + 1) / 2, T = int64_t(tables.size());
   std::vector<Part> parts(tables.size());
   int64_t lookups = 0;
-  bool any_wide = false;
   for (int64_t t = 0; t < T; ++t) {
     Part& part = parts[t];
     part.table = tables[t];
@@ -156,17 +150,12 @@ void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel
     lookups += tables[t].count;
     part.left_slices = part.right_slices = 1;
     for (int64_t k = 0; k < order; ++k) (k < cut ? part.left_slices : part.right_slices) *= tables[t].row_shape[k];
-    part.is_wide = bits_of(tables[t].num_embeddings) + bits_of(tables[t].count) > 64;
-    any_wide |= part.is_wide;
   }
   // An id and its position in one word: sorting moves both.
   Buffer<uint64_t> words(2 * lookups);
-  Buffer<Wide> wide_words(any_wide ? 2 * lookups : 0);
-  uint64_t *narrow = words.get(), *narrow_other = narrow + lookups;
-  Wide *wide = wide_words.get(), *wide_other = wide + lookups;
+  uint64_t *of_ids = words.get(), *other = of_ids + lookups;
   run_tasks(T, [&](int64_t t, int64_t) {
-    const int64_t at = parts[t].first_lookup;
-    parts[t].is_wide ? sort_ids(parts[t], wide + at, wide_other + at) : sort_ids(parts[t], narrow + at, narrow_other + at);
+    sort_ids(parts[t], of_ids + parts[t].first_lookup, other + parts[t].first_lookup);
   }, parallel);
   int64_t rows = 0;
   for (int64_t t = 0; t < T; ++t) {
@@ -180,13 +169,13 @@ void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel
   run_tasks(T, [&](int64_t t, int64_t) {
     Part& part = parts[t];
     const int64_t at = part.first_lookup;
-    part.is_wide ? write_rows(part, wide + at, plan) : write_rows(part, narrow + at, plan);
+    write_rows(part, of_ids + at, plan);
     if (order >= 3)
       part.left_products = number_products(
           part, plan.p, [&](int64_t u) { return part.first_row + u; }, part.table.row_shape[1], plan.left_outer, plan.left_inner);
     if (order == 4) {
-      const uint64_t* by_q = narrow + at;
-      sort_by_q(part, narrow + at, narrow_other + at, plan);
+      const uint64_t* by_q = of_ids + at;
+      sort_by_q(part, of_ids + at, other + at, plan);
       part.right_products = number_products(
           part, plan.q, [&](int64_t t) { return int64_t(by_q[t]); }, part.table.row_shape[3], plan.right_inner, plan.right_outer);
     }

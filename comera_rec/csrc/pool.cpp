@@ -6,10 +6,11 @@ namespace comera {
 
 void pool_bags(const Batch& batch, float* out) {
   const Kernels& kernels = comera::kernels();
-  std::vector<Table> tables = tables_of(batch);
+  const Pairs pairs(batch);
+  std::vector<Table> tables = tables_of(batch, pairs);
   const HotTables hot(batch, tables);
-  const ScratchMemory scratch(tables, kernels);
-  const Buffer<float> right_products = make_right_products(batch, tables, kernels, scratch);
+  const ScratchMemory scratch(tables, pairs, kernels);
+  const Buffer<float> right_products = make_right_products(pairs, tables, kernels, scratch);
   const LookupBags lookup_bags(batch);
   const Lookups lookups = lookup_bags.lookups(batch.plan);
   const int64_t width = batch.num_cols;

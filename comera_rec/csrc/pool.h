@@ -9,17 +9,16 @@
 
 namespace comera {
 
-// Consecutive blocks of hot rows of a table, from its first row on.
+// A table's blocks of hot rows, from its first row on.
 struct HotBlocks {
-  int64_t first = 0;  // row of the table that id 0 refers to
-  std::vector<Core> rows, projections;
-  std::vector<const float*> diagonals;
+  int64_t first_row = 0;         // row of the table that id 0 refers to
+  int64_t first = 0, count = 0;  // numbers of its blocks among those of all tables
 };
 
 // T tables of d cores, in the order of the plan; all sizes have been checked.
 struct Batch {
   int64_t num_tables = 0, order = 0, num_lookups = 0, num_cols = 0;
-  std::vector<Core> cores;              // [T * d]
+  std::vector<Core> cores;              // [T * d], then rows and projection of each hot block
   std::vector<int> columns;             // [T * d] n_k
   std::vector<int> ranks;               // [T * (d - 1)], then the width of each hot block
   std::vector<const float*> diagonals;  // [T * (d - 1)], then of each hot block
@@ -29,6 +28,10 @@ struct Batch {
   int64_t bags = 0, features = 1;
   const float* weights = nullptr;  // [L]
   bool mean = false;
+
+  const Core& hot_rows(int64_t block) const { return cores[num_tables * order + 2 * block]; }
+  const Core& hot_projection(int64_t block) const { return cores[num_tables * order + 2 * block + 1]; }
+  const float* hot_diagonal(int64_t block) const { return diagonals[num_tables * (order - 1) + block]; }
 };
 
 // out [bags / features, features * num_cols].

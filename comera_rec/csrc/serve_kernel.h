@@ -30,8 +30,6 @@ void multiply_sized(int n1, int64_t n2, const float* a, const float* b, const fl
   with_common_sizes(n1, n2, [&]<int N1, int N2>() { multiply<N1, N2>(n1, n2, a, b, d, depth, c); });
 }
 
-int64_t rounded_up(int64_t floats) { return (floats + 15) / 16 * 16; }
-
 // Forms the rows of a feature one by one.
 class ServedRows {
  public:
@@ -90,9 +88,9 @@ class ServedRows {
         deepest = std::max<int64_t>(deepest, core.right);
       }
       for (const Slab& slab : feature.slabs) widest = std::max(widest, slab.rows.size);
-      widest = rounded_up(widest);
-      largest = rounded_up(largest);
-      deepest = rounded_up(deepest);
+      widest = rounded(widest);
+      largest = rounded(largest);
+      deepest = rounded(deepest);
     }
     int64_t product = 1, widest, largest, deepest = 1;
   };
@@ -143,14 +141,14 @@ class ServedRows {
 };
 
 int64_t serve_scratch_floats(const ServedFeature& feature, int64_t columns) {
-  return ServedRows::scratch_floats(feature, columns) + rounded_up(columns);
+  return ServedRows::scratch_floats(feature, columns) + rounded(columns);
 }
 
 // Forms bags; returns the position of a value that is out of range, or -1.
 int64_t serve_bags(const ServedFeature& feature, const ServedBags& bags, float* scratch) {
   const int64_t columns = bags.columns;
   float* row = scratch;
-  ServedRows rows(feature, columns, scratch + rounded_up(columns));
+  ServedRows rows(feature, columns, scratch + rounded(columns));
   int64_t lookups = 0;
   for (int64_t bag = 0; bag < bags.count; ++bag) lookups += bags.lengths[bag];
   uint32_t digits[kPrepared][kMostCores];

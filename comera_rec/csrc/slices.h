@@ -109,8 +109,6 @@ COMERA_INLINE void prefetch_slice(const Core& core, int64_t number) {
   prefetch(offset(core.data, core.number, (number - core.first) * core.size), core.size * bytes_of(core.number));
 }
 
-int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
-
 class Scratch {
  public:
   explicit Scratch(float* memory) : memory_(memory) {}
@@ -123,6 +121,26 @@ class Scratch {
  private:
   float* memory_;
 };
+
+void scale_rows(float* values, const float* diagonal, int64_t rows, int64_t size) {
+  const int64_t columns = rows > 0 ? size / rows : 0;
+  for (int64_t k = 0; k < rows; ++k)
+    for (int64_t j = 0; j < columns; ++j) values[k * columns + j] *= diagonal[k];
+}
+
+// out[k] += the inner product of rows k of both.
+void add_row_products(const float* a, const float* b, int64_t rows, int64_t columns, float* out) {
+  for (int64_t k = 0; k < rows; ++k) out[k] += dot(a + k * columns, b + k * columns, columns);
+}
+
+COMERA_INLINE float* touch(const Sums& sums, int64_t slice) {
+  float* values = sums.values + slice * sums.size;
+  if (!sums.touched[slice]) {
+    sums.touched[slice] = 1;
+    std::memset(values, 0, 4 * sums.size);
+  }
+  return values;
+}
 
 }  // namespace
 }  // namespace comera

@@ -15,42 +15,61 @@ namespace comera {
 constexpr int64_t kTaskWork = 2048;        // rows and lookups of a task: few enough to balance threads, enough to be cheap
 constexpr int64_t kMostTasks = 256;
 
-inline int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
+// The pairs of cores that form halves of tables, one for each table or none.
+struct Pairs {
+  explicit Pairs(const Batch& batch) {
+    const int64_t d = batch.order, T = batch.num_tables;
+    const Plan& plan = batch.plan;
+    const auto pair = [&](int64_t t, int64_t outer, int64_t inner, int64_t bond, int64_t cut, const int32_t* bounds) {
+      Pair made;
+      made.outer = batch.cores[t * d + outer];
+      made.inner = batch.cores[t * d + inner];
+      made.outer_n = batch.columns[t * d + outer];
+      made.inner_n = batch.columns[t * d + inner];
+      made.bond = batch.ranks[t * (d - 1) + bond];
+      made.rank = batch.ranks[t * (d - 1) + cut];
+      made.diagonal = batch.diagonals[t * (d - 1) + bond];
+      made.first = bounds[t];
+      made.beyond = bounds[t + 1];
+      return made;
+    };
+    for (int64_t t = 0; d >= 3 && t < T; ++t) {
+      left.push_back(pair(t, 0, 1, 0, 1, plan.bounds + T + 1));
+      left.back().outer_of = plan.left_outer;
+      left.back().inner_of = plan.left_inner;
+    }
+    for (int64_t t = 0; d == 4 && t < T; ++t) {
+      right.push_back(pair(t, 3, 2, 2, 1, plan.bounds + 2 * (T + 1)));
+      right.back().outer_of = plan.right_outer;
+      right.back().inner_of = plan.right_inner;
+      right.back().outer_is_slow = false;
+    }
+  }
 
-inline std::vector<Table> tables_of(const Batch& batch) {
-  const int64_t d = batch.order, cut = (d + 1) / 2, T = batch.num_tables;
-  std::vector<Table> tables(T);
-  for (int64_t t = 0; t < T; ++t) {
+  std::vector<Pair> left, right;
+};
+
+// The tables of a batch, whose right halves must still be formed if they are pairs.
+inline std::vector<Table> tables_of(const Batch& batch, const Pairs& pairs) {
+  const int64_t d = batch.order, cut = (d + 1) / 2;
+  std::vector<Table> tables(batch.num_tables);
+  for (int64_t t = 0; t < batch.num_tables; ++t) {
     Table& table = tables[t];
     const Core* cores = &batch.cores[t * d];
     const int* columns = &batch.columns[t * d];
-    const int* ranks = batch.ranks.data() + t * (d - 1);
-    const float* const* diagonals = batch.diagonals.data() + t * (d - 1);
-    const auto half = [&](int64_t outer, int64_t inner, int64_t bond, const int32_t* outer_of, const int32_t* inner_of) {
-      Half made;
-      made.outer = cores[outer];
-      made.outer_n = columns[outer];
-      made.bond = ranks[bond];
-      made.is_pair = outer != inner;
-      if (made.is_pair) {
-        made.inner = cores[inner];
-        made.inner_n = columns[inner];
-        made.diagonal = diagonals[bond];
-        made.outer_is_slow = outer < inner;
-        made.outer_of = outer_of;
-        made.inner_of = inner_of;
-      }
-      return made;
-    };
-    table.left = half(0, cut - 1, 0, batch.plan.left_outer, batch.plan.left_inner);
-    table.right = half(d - 1, cut, d - 2, batch.plan.right_outer, batch.plan.right_inner);
-    table.rank = ranks[cut - 1];
-    table.diagonal = diagonals[cut - 1];
-    table.n1 = table.left.outer_n * table.left.inner_n;
-    table.n2 = table.right.outer_n * table.right.inner_n;
+    table.rank = batch.ranks[t * (d - 1) + cut - 1];
+    table.diagonal = batch.diagonals[t * (d - 1) + cut - 1];
+    table.n1 = columns[0] * (d >= 3 ? columns[1] : 1);
+    table.n2 = columns[d - 1] * (d == 4 ? columns[2] : 1);
+    if (pairs.left.empty()) {
+      table.left = cores[0];
+    } else {
+      table.left_pair = &pairs.left[t];
+      table.left.size = table.left_pair->size();
+    }
+    table.right = pairs.right.empty() ? cores[d - 1] : pairs.right[t].core_of(nullptr, pairs.right[t].first, pairs.right[t].beyond);
     table.row_begin = batch.plan.bounds[t];
     table.row_end = batch.plan.bounds[t + 1];
-    table.first_right_product = batch.plan.bounds[2 * (T + 1) + t];
   }
   return tables;
 }
@@ -77,11 +96,9 @@ class HotTables {
  public:
   HotTables(const Batch& batch, std::vector<Table>& tables) {
     if (batch.hot.empty()) return;
-    int64_t floats = 0, blocks = 0, rows = 0;
-    for (const HotBlocks& hot : batch.hot) {
-      blocks += int64_t(hot.rows.size());
-      for (const Core& projection : hot.projections) floats += rounded(projection.size);
-    }
+    int64_t floats = 0, rows = 0;
+    const int64_t blocks = batch.hot.back().first + batch.hot.back().count;
+    for (int64_t block = 0; block < blocks; ++block) floats += rounded(batch.hot_projection(block).size);
     blocks_.reserve(blocks);
     projections_ = Buffer<float>(floats);
     float* projection = projections_.get();
@@ -89,14 +106,14 @@ class HotTables {
       const HotBlocks& hot = batch.hot[t];
       Table& table = tables[t];
       table.hot = blocks_.data() + blocks_.size();
-      int64_t beyond = -hot.first;
-      for (size_t b = 0; b < hot.rows.size(); ++b) {
-        const Core& core = hot.projections[b];
-        blocks_.push_back({hot.rows[b], projection, hot.rows[b].size, beyond});
-        kernels().scaled_rows(core, hot.diagonals[b], hot.rows[b].size, projection);
-        projection += rounded(core.size);
-        beyond += hot.rows[b].slices;
-        table.hot_width = std::max(table.hot_width, hot.rows[b].size);
+      int64_t beyond = -hot.first_row;
+      for (int64_t block = hot.first; block < hot.first + hot.count; ++block) {
+        const Core& core = batch.hot_rows(block);
+        blocks_.push_back({core, projection, core.size, beyond});
+        kernels().scaled_rows(batch.hot_projection(block), batch.hot_diagonal(block), core.size, projection);
+        projection += rounded(batch.hot_projection(block).size);
+        beyond += core.slices;
+        table.hot_width = std::max(table.hot_width, core.size);
       }
       int64_t low = table.row_begin, high = table.row_end;  // binary search for the first row beyond all blocks
       while (low < high) {
@@ -152,8 +169,9 @@ inline std::vector<Range> cut_rows(const std::vector<Table>& tables, const int32
 
 class ScratchMemory {
  public:
-  ScratchMemory(const std::vector<Table>& tables, const Kernels& kernels) {
+  ScratchMemory(const std::vector<Table>& tables, const Pairs& pairs, const Kernels& kernels) {
     for (const Table& table : tables) floats_ = std::max(floats_, rounded(kernels.scratch_floats(table)));
+    for (const Pair& pair : pairs.right) floats_ = std::max(floats_, rounded(kernels.pair_floats(pair)));
     memory_ = Buffer<float>(floats_ * torch::stable::get_num_threads());
   }
   float* of(int64_t thread) const { return memory_.get() + thread * floats_; }
@@ -223,26 +241,27 @@ class LookupBags {
   bool has_one_id_each_ = false;
 };
 
-// Products of all tables' right halves that are pairs.
+// Forms the products of all tables' right halves that are pairs.
 inline Buffer<float> make_right_products(
-    const Batch& batch, std::vector<Table>& tables, const Kernels& kernels, const ScratchMemory& scratch) {
-  const int64_t T = batch.num_tables;
-  const int32_t* bounds = batch.plan.bounds + 2 * (T + 1);
-  if (batch.order < 4) return Buffer<float>();
-  std::vector<int64_t> at(T + 1, 0);
-  for (int64_t t = 0; t < T; ++t) at[t + 1] = at[t] + rounded(int64_t(bounds[t + 1] - bounds[t]) * tables[t].rank * tables[t].n2);
-  Buffer<float> made(at[T]);
+    const Pairs& pairs, std::vector<Table>& tables, const Kernels& kernels, const ScratchMemory& scratch) {
+  if (pairs.right.empty()) return {};
+  int64_t floats = 0;
   std::vector<Range> ranges;
-  for (int64_t t = 0; t < T; ++t) {
-    tables[t].right_products = made.get() + at[t];
-    for (int64_t first = bounds[t]; first < bounds[t + 1]; first += 256)
-      ranges.push_back({t, first, std::min<int64_t>(first + 256, bounds[t + 1])});
+  for (const Pair& pair : pairs.right) floats += rounded((pair.beyond - pair.first) * pair.size());
+  Buffer<float> made(floats);
+  float* products = made.get();
+  for (int64_t t = 0; t < int64_t(tables.size()); ++t) {
+    const Pair& pair = pairs.right[t];
+    tables[t].right.data = products;
+    products += rounded((pair.beyond - pair.first) * pair.size());
+    for (int64_t first = pair.first; first < pair.beyond; first += 256)
+      ranges.push_back({t, first, std::min<int64_t>(first + 256, pair.beyond)});
   }
   run_tasks(int64_t(ranges.size()), [&](int64_t task, int64_t thread) {
     const auto [t, first, beyond] = ranges[task];
-    const int64_t size = int64_t(tables[t].rank) * tables[t].n2;
-    kernels.make_products(
-        tables[t].right, tables[t].rank, first, beyond, made.get() + at[t] + (first - bounds[t]) * size, scratch.of(thread));
+    const Pair& pair = pairs.right[t];
+    float* out = static_cast<float*>(tables[t].right.data) + (first - pair.first) * pair.size();
+    kernels.make_products(pair, first, beyond, out, scratch.of(thread));
   });
   return made;
 }

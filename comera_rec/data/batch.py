@@ -36,7 +36,9 @@ class Batch(Pipelineable):
         return len(self.labels)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        return self._with_tensors(lambda part: part.to(torch.device(device), non_blocking=non_blocking))
+        """Return the batch on a device: itself, plans made ahead included, if it is there already."""
+        device = torch.device(device)
+        return self if self.dense.device == device else self._with_tensors(lambda part: part.to(device, non_blocking=non_blocking))
 
     def padded(self, rows: int) -> Batch:
         """Return the batch padded to a number of rows; added rows have zeros, no ids, label 0 and weight 0."""

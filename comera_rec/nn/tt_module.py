@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from comera_rec.ops.bags.updates import IN_BACKWARD, hooks_in_backward
 from comera_rec.tt import TTShape, contract, init_cores_, scaled_cores, tt_svd
 
-_CONVERT = "convert tables with comera_rec.convert.compress_state, and layers with from_dense"
+_CONVERT = "load it into the dense model, and convert that with comera_rec.compress_(..., init='tt_svd')"
 
 
 class TTModule(nn.Module):

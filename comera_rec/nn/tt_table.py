@@ -15,7 +15,7 @@ from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, plan_lookup
 from comera_rec.ops.bags import Table, require_bags_impl, resolve_bags_impl
 from comera_rec.ops.bags.updates import register_update, unregister_update
-from comera_rec.tt import TTShape, first_rows, require_positive, slice_major
+from comera_rec.tt import TTShape, require_positive, slice_major
 
 
 class TTTable(TTModule):
@@ -101,29 +101,6 @@ class TTTable(TTModule):
         """Row of the whole table that id 0 of this module refers to; above 0 in shards only."""
         return 0
 
-    def set_dense_matrix_(self, matrix: Tensor, *, rtol: float = 0.0) -> None:
-        """Set cores and hot rows to the best approximation of a matrix [num_rows, num_cols].
-
-        Without hot rows this is the TT-SVD. With hot rows, blocks and cores are fitted in turns, each to the residual of the
-        others; this takes a copy of the matrix. With `rtol` > 0, TT ranks shrink as far as that relative error allows.
-        """
-        hot = matrix[: self.num_hot_rows]
-        if not len(hot):
-            super().set_dense_matrix_(matrix, rtol=rtol)
-            return
-        residual = matrix.detach().clone()
-        core_rows = torch.zeros_like(hot)
-        for fitting_round in range(_FITTING_ROUNDS):
-            for rows in self.hot_blocks():
-                span = slice(rows.first, rows.first + rows.num_rows)
-                rows.set_dense_matrix_(hot[span] - core_rows[span])
-            residual[: len(hot)] = hot - self.hot_matrix().detach()
-            norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (matrix, residual)]
-            allowed = rtol * norms[0] / max(norms[1], torch.finfo(residual.dtype).tiny)
-            super().set_dense_matrix_(residual, rtol=allowed if fitting_round == _FITTING_ROUNDS - 1 else 0.0)
-            with torch.no_grad():
-                core_rows = first_rows(self.scaled_cores(), self.shape.row_shape, *hot.shape)
-
     @classmethod
     def from_dense(
         cls,
@@ -131,15 +108,14 @@ class TTTable(TTModule):
         *,
         shape: TTShape | None = None,
         tt_ranks: int | Sequence[int] | None = None,
-        hot_rows: Sequence[tuple[int, int]] = (),
         rtol: float = 0.0,
     ) -> Self:
-        """Return the TT-SVD of a dense table, see `comera_rec.tt.tt_svd`; with hot rows, see `set_dense_matrix_`.
+        """Return the TT-SVD of a dense table, see `comera_rec.tt.tt_svd`; `comera_rec.convert.fit_tables_` also fits hot rows.
 
         Raises:
             ValueError: as `like`.
         """
-        table = cls.like(module, shape=shape, tt_ranks=tt_ranks, hot_rows=hot_rows)
+        table = cls.like(module, shape=shape, tt_ranks=tt_ranks)
         table.set_dense_matrix_(module.weight.detach(), rtol=rtol)
         return table
 
@@ -175,9 +151,6 @@ class TTTable(TTModule):
     def embedding_dim(self) -> int:
         """Columns N of the table."""
         return self.num_cols
-
-
-_FITTING_ROUNDS = 3  # in which cores and hot rows are fitted to a matrix
 
 
 def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[str]:

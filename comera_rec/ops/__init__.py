@@ -2,7 +2,6 @@
 
 from comera_rec.ops.bags import check_ids, tt_bags
 from comera_rec.ops.float8_matmul import float8_matmul, require_float8
-from comera_rec.ops.gathered_matmul import gathered_matmul
 from comera_rec.ops.interaction import interact, interact_features
 from comera_rec.ops.plan import LookupPlan, PairPlan, plan_lookup
 from comera_rec.ops.tt_linear import tt_linear
@@ -12,7 +11,6 @@ __all__ = [
     "PairPlan",
     "check_ids",
     "float8_matmul",
-    "gathered_matmul",
     "interact",
     "interact_features",
     "plan_lookup",

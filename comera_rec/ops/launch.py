@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 LEAST_RANK = 8
-LEAST_DOT = 16  # the shortest sum that `tl.dot` takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +70,3 @@ def rank_bucket(rank: int) -> int:
 def block(size: int, largest: int) -> int:
     """Return the smallest power of two that covers a size, or the largest allowed."""
     return min(1 << max(size - 1, 0).bit_length(), largest)
-
-
-def warps(accumulators: int) -> int:
-    """Return the warps that give each thread sixteen accumulators: in a 4 x 4 tile, every operand read serves four products."""
-    return max(1, min(4, accumulators // 512))

@@ -1,7 +1,6 @@
-"""Rank adaptation: the price of size, scores of ranks, the schedule, truncation and growth."""
+"""Rank adaptation: the price of size, scores of ranks, the schedule, and truncation."""
 
 from comera_rec.rank.config import RankConfig
-from comera_rec.rank.growth import grow_ranks_
 from comera_rec.rank.importance import magnitude_scores, norm_scores
 from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
 from comera_rec.rank.param_groups import rank_param_groups
@@ -19,7 +18,6 @@ __all__ = [
     "RankScheduler",
     "core_norm",
     "count_tt_params",
-    "grow_ranks_",
     "keep_ranks_",
     "magnitude_scores",
     "norm_scores",

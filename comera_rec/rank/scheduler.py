@@ -23,7 +23,6 @@ from comera_rec.rank.penalty import size_surrogate
 from comera_rec.rank.selection import Masks, above_threshold, within_budget
 from comera_rec.rank.truncation import keep_ranks_, magnitudes_of, require_optimized
 from comera_rec.rank.tt_modules import ModuleSummary, bytes_outside, gather_tt_modules, total_bytes, total_params
-from comera_rec.tt import TTShape
 
 
 class RankScheduler:
@@ -202,7 +201,7 @@ class RankScheduler:
         objective = self._stage_objective()
         if objective.threshold:
             summaries = self._summaries({name: magnitudes_of(module) for name, module in self._modules.items()})
-            self._keep(summaries, above_threshold(*_shapes_and_scores(summaries), objective.threshold))
+            self._keep(summaries, above_threshold([each.scores for each in summaries.values()], objective.threshold))
         progress = 1.0 if last else (self.steps - self.late_start) / max(1, self.config.late_steps)
         if self.stage != "late" or (allowed := objective.ceiling(progress)) is None:
             return
@@ -211,9 +210,9 @@ class RankScheduler:
         assert self.target is not None
         if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
             summaries = self._summaries(self._scores())
-            shapes_and_scores, units = _shapes_and_scores(summaries), self._units(summaries)
+            shapes, scores = [each.shape for each in summaries.values()], [each.scores for each in summaries.values()]
             lasting = [summary.has_hot_rows for summary in summaries.values()]
-            self._keep(summaries, within_budget(*shapes_and_scores, ceiling, units, lasting=lasting, exact=last))
+            self._keep(summaries, within_budget(shapes, scores, ceiling, self._units(summaries), lasting=lasting, exact=last))
 
     def _summaries(self, scores: dict[str, list[Tensor]] | None = None) -> dict[str, ModuleSummary]:
         """Summarize the TT modules of all processes, by name."""
@@ -337,10 +336,6 @@ class RankScheduler:
         self.history = list(state["history"])
         self._mean_loss.fill_(math.nan if state["mean_loss"] is None else state["mean_loss"])
         self._taylor.load_by_name(state["taylor"], self._modules)
-
-
-def _shapes_and_scores(summaries: dict[str, ModuleSummary]) -> tuple[list[TTShape], list[tuple[Tensor, ...]]]:
-    return [summary.shape for summary in summaries.values()], [summary.scores for summary in summaries.values()]
 
 
 def _is_frozen(module: TTModule) -> bool:

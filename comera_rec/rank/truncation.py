@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,9 +18,7 @@ def count_tt_params(model: nn.Module) -> int:
     return sum(module.whole_shape.num_params for _, module in named_tt_modules(model))
 
 
-def truncate_ranks_(
-    model: nn.Module, optimizer: Optimizer | None = None, *, threshold: float, min_params: int = 0
-) -> dict[str, tuple[int, ...]]:
+def truncate_ranks_(model: nn.Module, optimizer: Optimizer | None = None, *, threshold: float) -> dict[str, tuple[int, ...]]:
     """Remove every rank whose |D| is below a threshold, which makes later steps smaller and faster.
 
     Parameters keep their identity and names. Optimizer state of the same shape (momenta, second moments, Adagrad sums) and
@@ -30,8 +29,7 @@ def truncate_ranks_(
     Args:
         model: any module that contains TT modules.
         optimizer: the optimizer of the model's parameters, if there is one.
-        threshold: ranks with |D| below it are removed, smallest first; infinity removes ranks until `min_params` stops it.
-        min_params: least number of parameters that all TT modules together keep.
+        threshold: ranks with |D| below it are removed.
 
     Raises:
         ValueError: for a negative threshold; before anything is changed, for an optimizer without parameters that would change, or
@@ -43,9 +41,7 @@ def truncate_ranks_(
     if not threshold >= 0:
         raise ValueError(f"threshold is {threshold}: give a non-negative number")
     modules = dict(named_tt_modules(model))
-    shapes = [module.whole_shape for module in modules.values()]
-    magnitudes = [magnitudes_of(module) for module in modules.values()]
-    masks = above_threshold(shapes, magnitudes, threshold, min_params)
+    masks = above_threshold([magnitudes_of(module) for module in modules.values()], threshold)
     if optimizer:
         require_optimized({name: modules[name] for name, kept in zip(modules, masks, strict=True) if _cuts(kept)}, optimizer)
     keep_ranks_(list(modules.values()), masks, optimizer)
@@ -78,12 +74,12 @@ def _slice_module_(module: TTModule, masks: Sequence[Tensor], optimizer: Optimiz
     kept = [mask.nonzero().flatten().to(device) for mask in masks]
     for k, (core, first, last) in enumerate(zip(module.cores(), [None, *kept], [*kept, None], strict=True)):
 
-        def cut_core(tensor: Tensor, *, k: int = k, first: Tensor | None = first, last: Tensor | None = last, **_: str) -> Tensor:
+        def cut_core(tensor: Tensor, k: int = k, first: Tensor | None = first, last: Tensor | None = last) -> Tensor:
             return module.laid_out(k, _cut(tensor, {0: first, 3: last}))
 
-        replace_parameter_(core, cut_core, optimizer)
+        _replace_parameter_(core, cut_core, optimizer)
     for rank, index in zip(module.rank_parameters(), kept, strict=True):
-        replace_parameter_(rank, lambda tensor, index=index, **_: _cut(tensor, {0: index}), optimizer)
+        _replace_parameter_(rank, partial(_cut, indices={0: index}), optimizer)
     module.shape = module.shape.with_ranks([len(index) for index in kept])
 
 
@@ -94,23 +90,17 @@ def _cut(tensor: Tensor, indices: dict[int, Tensor | None]) -> Tensor:
     return tensor
 
 
-def replace_parameter_(parameter: nn.Parameter, change: Callable[..., Tensor], optimizer: Optimizer | None) -> None:
-    """Change the sizes of a parameter in place, of its gradient and of every optimizer state tensor of its shape.
-
-    Args:
-        parameter: keeps its identity.
-        change: (tensor, key=...) -> tensor of the new size; key is "data", "grad", or the name of an optimizer state.
-        optimizer: the optimizer that updates the parameter, if there is one.
-    """
+def _replace_parameter_(parameter: nn.Parameter, change: Callable[[Tensor], Tensor], optimizer: Optimizer | None) -> None:
+    """Change the sizes of a parameter in place, of its gradient and of every optimizer state tensor of its shape."""
     for each in _optimizers_of(parameter, optimizer):
         state = each.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[key] = change(value, key=key)
+                state[key] = change(value)
     gradient = parameter.grad
-    replace_data_(parameter, change(parameter.data, key="data"))
+    replace_data_(parameter, change(parameter.data))
     if gradient is not None:
-        parameter.grad = change(gradient, key="grad")
+        parameter.grad = change(gradient)
 
 
 def require_optimized(modules: Mapping[str, TTModule], optimizer: Optimizer) -> None:

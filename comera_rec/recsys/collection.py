@@ -5,14 +5,11 @@ B batch size, F features (keys), L_f ids of feature f in a batch, N_f embedding_
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, pooling_type_to_str
 from torchrec.modules.embedding_modules import (
@@ -99,13 +96,13 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def plan_ahead(self, features: KeyedJaggedTensor) -> None:
         """Make a batch's plan before `forward` is called with it, for example in a loading thread; starts no other threads.
 
-        `forward` finds the plan by the batch's tensor of values, unless that has changed or is read as other features; the plan is
-        freed with the tensor.
+        The plan travels as an attribute of `features`; `forward` uses it unless their values have changed.
 
         Raises:
             ValueError: as `plan`.
         """
-        _planned[features.values()] = (weakref.ref(self), _version(features), self.plan(features, parallel=False))
+        plans = self.plan(features, parallel=False)
+        vars(features).setdefault(_PLANS, {})[self._what_plans_depend_on()] = (_version(features.values()), plans)
 
     def plan(self, features: KeyedJaggedTensor, *, parallel: bool = True) -> dict[tuple[str, ...], LookupPlan | PairPlan]:
         """Return the plans of `forward`'s lookups, one for each group of tables that share a lookup.
@@ -183,10 +180,17 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     def _plans_made_ahead(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan | PairPlan]:
         """Return the plans that `plan_ahead` made for a batch; empty if it made none."""
-        if torch.compiler.is_compiling() or not _planned:
+        if torch.compiler.is_compiling() or not hasattr(features, _PLANS):
             return {}
-        owner, version, plans = _planned.get(features.values(), (None, None, {}))
-        return plans if owner is not None and owner() is self and version == _version(features) else {}
+        version, plans = getattr(features, _PLANS).get(self._what_plans_depend_on(), (None, {}))
+        return plans if version == _version(features.values()) else {}
+
+    def _what_plans_depend_on(self) -> Hashable:
+        """Return what distinguishes this collection's plans for a batch from those of another collection."""
+        return tuple(
+            (config.name, *config.feature_names, config.num_embeddings, self.tt_bag(config.name).shape.row_shape)
+            for config in self._tt_configs
+        )
 
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
         return [key for config in configs for key in self._names[config.name]]
@@ -333,7 +337,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._device
 
 
-_planned: MutableMapping[Tensor, tuple[Any, Any, dict[tuple[str, ...], LookupPlan | PairPlan]]] = WeakTensorKeyDictionary()
+_PLANS = "plans_made_ahead"  # attribute of features: by what plans depend on, the version of the values and the plans
 
 
 def require_keys(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]) -> None:
@@ -351,10 +355,9 @@ def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:
     return tuple(config.name for config in configs)
 
 
-def _version(features: KeyedJaggedTensor) -> Hashable:
-    """Return what a plan depends on besides the storage of the ids: their version, and which ids each feature has."""
-    values = features.values()
-    return None if values.is_inference() else values._version, *features.keys(), *features.length_per_key()
+def _version(values: Tensor) -> int | None:
+    """Return a number that changes with the values."""
+    return None if values.is_inference() else values._version
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -57,52 +57,53 @@ def curves(runs: list[Run], *, best_auc: float | None) -> list[tuple[str, str]]:
     return [(title, svg) for title, svg in drawn if svg]
 
 
+@matplotlib.rc_context(_STYLE)
 def _curve(runs: list[Run], kind: str, key: str, reference: float | None) -> str:
-    with matplotlib.rc_context(_STYLE):
-        figure, axes = _figure(6.4, 3.2)
-        shown: list[float] = []
-        for run in runs:
-            lines = [line for line in getattr(run, kind) if np.isfinite(line.get(key, np.nan))]
-            if not lines:
-                continue
-            steps, values = np.array([line["step"] for line in lines]), np.array([line[key] for line in lines])
-            smooth = _smooth(values) if kind == "train" else values
-            if kind == "train":
-                axes.plot(steps, values, color=SERIES[run.color], alpha=0.2, linewidth=1)
-            axes.plot(steps, smooth, color=SERIES[run.color], marker="o" if kind == "val" else None, markersize=4)
-            # The first steps' losses are many times larger than the rest; drawn to scale, they would flatten the curves.
-            shown += list(values[len(values) // 10 if kind == "train" else 0 :])
-        if not shown:
-            return ""
-        shown += [] if reference is None else [reference]
-        low, high = min(shown), max(shown)
-        margin = 0.06 * (high - low) or 0.01
-        axes.set_ylim(low - margin, high + margin)
-        if reference is not None:
-            axes.axhline(reference, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
-        _steps_below(axes)
-        return _svg(figure, f"{kind}-{key}")
+    figure, axes = _figure(6.4, 3.2)
+    shown: list[float] = []
+    for run in runs:
+        lines = [line for line in getattr(run, kind) if np.isfinite(line.get(key, np.nan))]
+        if not lines:
+            continue
+        steps, values = np.array([line["step"] for line in lines]), np.array([line[key] for line in lines])
+        smooth = _smooth(values) if kind == "train" else values
+        if kind == "train":
+            axes.plot(steps, values, color=SERIES[run.color], alpha=0.2, linewidth=1)
+        axes.plot(steps, smooth, color=SERIES[run.color], marker="o" if kind == "val" else None, markersize=4)
+        # The first steps' losses are many times larger than the rest; drawn to scale, they would flatten the curves.
+        shown += list(values[len(values) // 10 if kind == "train" else 0 :])
+    if not shown:
+        return ""
+    shown += [] if reference is None else [reference]
+    low, high = min(shown), max(shown)
+    margin = 0.06 * (high - low) or 0.01
+    axes.set_ylim(low - margin, high + margin)
+    if reference is not None:
+        axes.axhline(reference, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+    _steps_below(axes)
+    return _svg(figure, f"{kind}-{key}")
 
 
+@matplotlib.rc_context(_STYLE)
 def model_size(runs: list[Run]) -> str:
     """Draw the TT modules' parameters over steps as SVG, with the target as a dashed line; empty if no run's size changes."""
     adapting = [run for run in runs if len(run.ranks) > 1]
     if not adapting:
         return ""
-    with matplotlib.rc_context(_STYLE):
-        figure, axes = _figure(6.4, 3.2)
-        for run in adapting:
-            steps, params = [line["step"] for line in run.ranks], [line["params"] for line in run.ranks]
-            last = max([run.ranks[-1]["step"], *(line["step"] for line in run.train)])
-            axes.step([*steps, last], [*params, params[-1]], where="post", color=SERIES[run.color])
-            if target := run.ranks[-1].get("target_params"):
-                axes.axhline(target, color=SERIES[run.color], linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(FuncFormatter(_short))
-        _steps_below(axes)
-        return _svg(figure, "size")
+    figure, axes = _figure(6.4, 3.2)
+    for run in adapting:
+        steps, params = [line["step"] for line in run.ranks], [line["params"] for line in run.ranks]
+        last = max([run.ranks[-1]["step"], *(line["step"] for line in run.train)])
+        axes.step([*steps, last], [*params, params[-1]], where="post", color=SERIES[run.color])
+        if target := run.ranks[-1].get("target_params"):
+            axes.axhline(target, color=SERIES[run.color], linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(_short))
+    _steps_below(axes)
+    return _svg(figure, "size")
 
 
+@matplotlib.rc_context(_STYLE)
 def size_against_ne(points: list[tuple[int, str, float, float]]) -> str:
     """Draw runs by size and NE as SVG, with their Pareto front: the runs for which no other is both smaller and better.
 
@@ -111,79 +112,78 @@ def size_against_ne(points: list[tuple[int, str, float, float]]) -> str:
     """
     if len(points) < 2:
         return ""
-    with matplotlib.rc_context(_STYLE):
-        figure, axes = _figure(6.4, 3.2)
-        for color, name, size, ne in points:
-            axes.plot(size, ne, "o", color=SERIES[color], markersize=7)
-            axes.annotate(name, (size, ne), xytext=(6, 5), textcoords="offset points", fontsize=9, color=INK)
-        front: list[tuple[float, float]] = []
-        for _, _, size, ne in sorted(points, key=lambda point: point[2:]):
-            if not front or ne < front[-1][1]:
-                front.append((size, ne))
-        axes.step(*zip(*front, strict=True), where="post", color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.set_xscale("log")
-        axes.margins(x=0.15, y=0.15)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value) + "B"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("bytes of the model")
-        return _svg(figure, "pareto")
+    figure, axes = _figure(6.4, 3.2)
+    for color, name, size, ne in points:
+        axes.plot(size, ne, "o", color=SERIES[color], markersize=7)
+        axes.annotate(name, (size, ne), xytext=(6, 5), textcoords="offset points", fontsize=9, color=INK)
+    front: list[tuple[float, float]] = []
+    for _, _, size, ne in sorted(points, key=lambda point: point[2:]):
+        if not front or ne < front[-1][1]:
+            front.append((size, ne))
+    axes.step(*zip(*front, strict=True), where="post", color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.set_xscale("log")
+    axes.margins(x=0.15, y=0.15)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value) + "B"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("bytes of the model")
+    return _svg(figure, "pareto")
 
 
+@matplotlib.rc_context(_STYLE)
 def ranks_over_time(run: Run) -> str:
     """Draw a bar per layer up to the last step as SVG: the stronger its color, the more of its largest rank sum is left."""
     history = run.ranks
     layers = list(dict.fromkeys(layer for line in history for layer in line["ranks"]))
     steps = [line["step"] for line in history]
     end = max(run.step, steps[-1] + 1)
-    with matplotlib.rc_context(_STYLE):
-        figure, axes = _figure(14, 0.6 + 0.31 * len(layers))
-        for row, layer in enumerate(layers):
-            ranks = [tuple(line["ranks"].get(layer, ())) for line in history]
-            largest = max(map(sum, ranks)) or 1
-            starts = [i for i in range(len(ranks)) if i == 0 or ranks[i] != ranks[i - 1]]
-            for start, stop in zip(starts, [*starts[1:], len(ranks)], strict=True):
-                left, right = steps[start], end if stop == len(ranks) else steps[stop]
-                share = sum(ranks[start]) / largest
-                axes.barh(row, right - left, left=left, height=0.86, color=SERIES[run.color], alpha=0.08 + 0.6 * share, linewidth=0)
-                text = " ".join(map(str, ranks[start])) or "gone"
-                if (right - left) / (end - steps[0]) > 0.009 * (len(text) + 1):
-                    axes.text((left + right) / 2, row, text, ha="center", va="center", fontsize=9, color=INK)
-        stages = [line["stage"] for line in history]
-        for i, stage in enumerate(stages):
-            if i == 0 or stage != stages[i - 1]:
-                axes.text(steps[i], -0.75, stage, fontsize=9.5, color=MUTED, ha="left", va="bottom")
-                axes.axvline(steps[i], color=MUTED, linewidth=0.8, zorder=1.5)
-        axes.set_yticks(range(len(layers)), [short_name(layer) for layer in layers])
-        axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
-        axes.set_ylim(len(layers) - 0.4, -0.7)
-        axes.set_xlim(steps[0], end)
-        axes.grid(False)
-        _steps_below(axes)
-        return _svg(figure, f"ranks-{run.color}")
+    figure, axes = _figure(14, 0.6 + 0.31 * len(layers))
+    for row, layer in enumerate(layers):
+        ranks = [tuple(line["ranks"].get(layer, ())) for line in history]
+        largest = max(map(sum, ranks)) or 1
+        starts = [i for i in range(len(ranks)) if i == 0 or ranks[i] != ranks[i - 1]]
+        for start, stop in zip(starts, [*starts[1:], len(ranks)], strict=True):
+            left, right = steps[start], end if stop == len(ranks) else steps[stop]
+            share = sum(ranks[start]) / largest
+            axes.barh(row, right - left, left=left, height=0.86, color=SERIES[run.color], alpha=0.08 + 0.6 * share, linewidth=0)
+            text = " ".join(map(str, ranks[start])) or "gone"
+            if (right - left) / (end - steps[0]) > 0.009 * (len(text) + 1):
+                axes.text((left + right) / 2, row, text, ha="center", va="center", fontsize=9, color=INK)
+    stages = [line["stage"] for line in history]
+    for i, stage in enumerate(stages):
+        if i == 0 or stage != stages[i - 1]:
+            axes.text(steps[i], -0.75, stage, fontsize=9.5, color=MUTED, ha="left", va="bottom")
+            axes.axvline(steps[i], color=MUTED, linewidth=0.8, zorder=1.5)
+    axes.set_yticks(range(len(layers)), [short_name(layer) for layer in layers])
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
+    axes.set_ylim(len(layers) - 0.4, -0.7)
+    axes.set_xlim(steps[0], end)
+    axes.grid(False)
+    _steps_below(axes)
+    return _svg(figure, f"ranks-{run.color}")
 
 
+@matplotlib.rc_context(_STYLE)
 def table_bytes(run: Run) -> str:
     """Draw two bars per TT table on a logarithmic axis as SVG, its bytes when dense and as TT table; empty without TT tables."""
     tables = [layer for layer in run.layers if layer["kind"] == "table" and layer["format"] == "tt"]
     if not tables:
         return ""
-    with matplotlib.rc_context(_STYLE):
-        figure, axes = _figure(14, 0.7 + 0.36 * len(tables))
-        rows = np.arange(len(tables))
-        axes.barh(rows - 0.19, [table["dense_bytes"] for table in tables], height=0.36, color=SERIES[0], alpha=0.45)
-        axes.barh(rows + 0.19, [max(table["bytes"], 1) for table in tables], height=0.36, color=SERIES[run.color or 1])
-        for row, table in zip(rows, tables, strict=True):
-            text = f"{table['ratio']:,.1f}x" if table["bytes"] else "gone"
-            axes.text(1.02 * max(table["bytes"], 1), row + 0.19, text, va="center", fontsize=9, color=INK)
-        axes.set_xscale("log")
-        axes.set_xlim(left=max(1, min(table["bytes"] for table in tables) / 4))
-        axes.set_yticks(rows, [table["label"] for table in tables])
-        axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
-        axes.set_ylim(len(tables) - 0.4, -0.6)
-        axes.grid(axis="y", visible=False)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value) + "B"))
-        axes.set_xlabel("bytes")
-        return _svg(figure, f"tables-{run.color}")
+    figure, axes = _figure(14, 0.7 + 0.36 * len(tables))
+    rows = np.arange(len(tables))
+    axes.barh(rows - 0.19, [table["dense_bytes"] for table in tables], height=0.36, color=SERIES[0], alpha=0.45)
+    axes.barh(rows + 0.19, [max(table["bytes"], 1) for table in tables], height=0.36, color=SERIES[run.color or 1])
+    for row, table in zip(rows, tables, strict=True):
+        text = f"{table['ratio']:,.1f}x" if table["bytes"] else "gone"
+        axes.text(1.02 * max(table["bytes"], 1), row + 0.19, text, va="center", fontsize=9, color=INK)
+    axes.set_xscale("log")
+    axes.set_xlim(left=max(1, min(table["bytes"] for table in tables) / 4))
+    axes.set_yticks(rows, [table["label"] for table in tables])
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
+    axes.set_ylim(len(tables) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value) + "B"))
+    axes.set_xlabel("bytes")
+    return _svg(figure, f"tables-{run.color}")
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

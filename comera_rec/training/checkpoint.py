@@ -8,17 +8,19 @@ Any number of processes can load a checkpoint, whatever number saved it.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
 import json
-import os
 import pickle
 import shutil
 import tempfile
 import warnings
-import zipfile
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,16 +28,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from comera_rec.convert.folders import TensorReader, file_of
 from comera_rec.distributed import WORLD, Processes
-from comera_rec.training.migration import FORMAT, LaterFormat, migrated
-from data_pipeline.atomic import sync
+from data_pipeline.atomic import replacing, sync
 
+_FORMAT = 2
 _TEMPORARY = ".partial"
-_REPLACED = ".replaced"  # suffix of a checkpoint while a new one of the same step takes its name
 _RECORD = "record.json"
-_FILE = ".pt"  # suffix of a checkpoint of format 1
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # raised on a single process
 
@@ -102,28 +103,29 @@ def save_checkpoint(
 ) -> Path:
     """Write the state of a step, then delete all but the newest `keep` checkpoints and whatever a killed process left half-written.
 
-    With several processes, each calls this: the record of process 0 is saved, and the tensors of all processes.
+    With several processes, each calls this: the record of process 0 is saved, and the tensors of all processes. If there is a
+    checkpoint of the step already, its record is replaced; its tensors stay, because those of a run follow from the step.
 
     Args:
         folder: folder of the checkpoints, created if needed; only one run writes to it.
         record: numbers, strings, and dictionaries and lists of them.
         tensors: by name; tensors sharded over processes are DTensors or ShardedTensors.
+        keep: at least 1.
         kept_step: step whose checkpoint is kept, too.
 
     Raises:
-        ValueError: keep or step out of range.
         OSError: on every process, if one of them lacks space or permission to write; earlier checkpoints stay untouched.
 
     Returns:
         The checkpoint's path.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1 checkpoint, got {keep}")
-    if not 0 <= step <= 99_999_999:
-        raise ValueError(f"step must be in 0..99999999, so that file names sort, got {step}")
     path = Path(folder) / _name(step)
     try:
-        _write(path, record, tensors, processes)
+        processes.on_first(lambda: _clear(path.parent))
+        if processes.on_first(path.exists):
+            processes.on_first(lambda: _write_record(path, record, json.loads((path / _RECORD).read_text())["checksums"]))
+        else:
+            _write(path, record, tensors, processes)
         processes.on_first(lambda: _remove_older(path, keep, kept_step))
     except (OSError, RuntimeError, CheckpointException) as error:  # torch turns a failed write into a RuntimeError
         processes.on_first(lambda: shutil.rmtree(path.with_suffix(_TEMPORARY), ignore_errors=True))
@@ -135,7 +137,6 @@ def save_checkpoint(
 
 def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], processes: Processes) -> None:
     temporary = path.with_suffix(_TEMPORARY)
-    processes.on_first(lambda: _clear(path.parent))
     writer = dcp.FileSystemWriter(temporary)  # syncs its files
     dcp.save(
         dict(tensors), storage_writer=writer, planner=_SavePlanner(), process_group=processes.group, no_dist=not processes.several
@@ -145,53 +146,91 @@ def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], proce
 
     def finish() -> None:
         merged = {name: checksum for local in checksums for name, checksum in local.items()}
-        merged[".metadata"] = _checksum(temporary / ".metadata")
-        with (temporary / _RECORD).open("w") as file:
-            json.dump({"format": FORMAT, "record": record, "record_checksum": _json_checksum(record), "checksums": merged}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside = path.with_suffix(_REPLACED)
-        if path.exists():
-            path.rename(aside)
+        _write_record(temporary, record, merged | {".metadata": _checksum(temporary / ".metadata")})
         temporary.rename(path)
-        sync(path.parent)  # or a power cut may undo the renames
-        if aside.exists():
-            _remove(aside)
+        sync(path.parent)  # or a power cut may undo the rename
 
     processes.on_first(finish)
 
 
+def _write_record(folder: Path, record: dict[str, Any], checksums: dict[str, int]) -> None:
+    saved = {"format": _FORMAT, "record": record, "record_checksum": _json_checksum(record), "checksums": checksums}
+    with replacing(folder / _RECORD) as beside:
+        beside.write_text(json.dumps(saved))
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints, one at a time. With several processes, each calls the same methods at the same step.
+
+    Args:
+        asynchronous: let `save` return as soon as the tensors are copied (in memory, for as long as the write takes); a thread
+            writes, in a separate process group. A write that failed shows in `failed`, and is raised by the next `wait` or `save`.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, processes: Processes, asynchronous: bool) -> None:
+        self._folder, self._keep = folder, keep
+        self._processes = processes.separate_group() if asynchronous else processes
+        self._thread = ThreadPoolExecutor(1, "CheckpointWriter") if asynchronous else None
+        self._writing: Future[Path] | None = None
+
+    def save(self, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, kept_step: int | None) -> None:
+        """Write a checkpoint once the previous one is written; arguments and errors as for `save_checkpoint`."""
+        self.wait()
+        options: dict[str, Any] = {"keep": self._keep, "kept_step": kept_step, "processes": self._processes}
+        if self._thread is None:
+            save_checkpoint(self._folder, step, record, tensors, **options)
+        else:
+            copies = BlockingAsyncStager().stage(dict(tensors))
+            self._writing = self._thread.submit(save_checkpoint, self._folder, step, copy.deepcopy(record), copies, **options)
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Wait for the write; raise its error unless the block has raised another."""
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            self.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the current write has failed."""
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until nothing is being written; if the write failed, raise its error, once."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """Return the checkpoint of the highest step, or None if there is none."""
-    return max(_checkpoints(Path(folder)), default=None, key=_step)
+    return next(reversed(_checkpoints(Path(folder))), None)
 
 
-def checkpoint_at(folder: str | Path, step: int | None) -> Path | None:
+def checkpoint_at(folder: str | Path, step: int) -> Path | None:
     """Return the checkpoint of a step, or None if there is none."""
-    return next((path for path in _checkpoints(Path(folder)) if path.stem == _name(step)), None)
+    path = Path(folder) / _name(step)
+    return path if path.exists() else None
 
 
 def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoint:
     """Check a checkpoint for damage and open it; with several processes, each calls this.
 
-    A file of format 1 becomes a folder of the present format.
-
     Raises:
-        ValueError: on every process, if the checkpoint is missing, damaged, of a later format or another program's. The message
+        ValueError: on every process, if the checkpoint is missing, damaged, of another format or another program's. The message
             names the earlier checkpoint from which the run resumes once this one is removed, if there is one.
     """
-    path = Path(path)
+    path, remedy = Path(path), ""
     try:
-        if path.suffix == _FILE:
-            path = _rewrite(path, processes)
         saved = json.loads((path / _RECORD).read_text())
-        if not isinstance(saved, dict):
-            raise TypeError(f"{_RECORD} is not a JSON object")
-        if saved.get("record_checksum") not in (None, _json_checksum(saved["record"])):  # earlier versions wrote none
-            raise ValueError(f"{_RECORD} fails its checksum")
-        if not isinstance(saved["record"], dict):
+        if not isinstance(saved, dict) or not isinstance(saved["record"], dict):
             raise TypeError(f"{_RECORD} holds no record")
-        record = migrated(saved["record"], saved.get("format", 1))
+        if saved["format"] != _FORMAT:
+            remedy = "use the version of comera-rec that wrote it"
+            raise ValueError(f"it is of format {saved['format']}, and this version reads format {_FORMAT}")
+        if saved["record_checksum"] != _json_checksum(saved["record"]):
+            raise ValueError(f"{_RECORD} fails its checksum")
         checksums = sorted(saved["checksums"].items())[processes.process_rank :: processes.size]
 
         def check() -> None:
@@ -200,73 +239,38 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
                     raise OSError(f"{name} fails its checksum")
 
         processes.on_each(check)
-        return Checkpoint(path, record, processes)
-    except LaterFormat as error:
-        raise ValueError(f"checkpoint {path} {error}") from None
+        return Checkpoint(path, saved["record"], processes)
     except (
-        OSError, EOFError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, pickle.UnpicklingError,
-        zipfile.BadZipFile,
+        OSError, EOFError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, pickle.UnpicklingError
     ) as error:  # fmt: skip
-        earlier = max((c for c in _checkpoints(path.parent) if _step(c) < _step(path)), default=None, key=_step)
-        remedy = f"to resume from {earlier.stem}" if earlier else "to start the run anew"
+        earlier = [checkpoint.name for checkpoint in _checkpoints(path.parent) if checkpoint.name < path.name]
+        remedy = remedy or (f"remove it to resume from {earlier[-1]}" if earlier else "remove it to start the run anew")
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"checkpoint {path} cannot be loaded ({reason}): remove it {remedy}") from error
-
-
-def _rewrite(path: Path, processes: Processes) -> Path:
-    """Replace a file of format 1 by a folder; loading runs no code from it."""
-
-    def check() -> None:
-        with zipfile.ZipFile(path) as archive:  # torch reads damaged numbers without noticing
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"{damaged} fails its checksum")
-
-    processes.on_first(check)
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    folder = path.with_suffix("")
-    _write(folder, migrated(state["record"], 1), state["tensors"], processes)
-    processes.on_first(path.unlink)
-    return folder
+        raise ValueError(f"checkpoint {path} cannot be loaded ({reason}): {remedy}") from error
 
 
 def _remove_older(path: Path, keep: int, kept_step: int | None) -> None:
     older = [checkpoint for checkpoint in _checkpoints(path.parent) if checkpoint != path]
     for checkpoint in older[: max(0, len(older) - keep + 1)]:
-        if checkpoint.stem != _name(kept_step):
-            _remove(checkpoint)
+        if kept_step is None or checkpoint.name != _name(kept_step):
+            # Renamed first, so that a run that is killed now leaves no partial checkpoint.
+            shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(f".old{_TEMPORARY}")))
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a killed process left half-written, and give back their names to checkpoints that it was replacing."""
+    """Remove what a killed process left half-written."""
     folder.mkdir(parents=True, exist_ok=True)
-    for aside in folder.glob(f"*{_REPLACED}"):
-        if aside.with_suffix("").exists():
-            _remove(aside)
-        else:
-            aside.rename(aside.with_suffix(""))
     for left_over in folder.glob(f"*{_TEMPORARY}"):
-        _remove(left_over)
-
-
-def _remove(path: Path) -> None:
-    # Renamed first, so that a run that is killed now leaves no partial checkpoint.
-    doomed = path.with_suffix(f"{path.suffix}.old{_TEMPORARY}") if path.suffix != _TEMPORARY else path
-    shutil.rmtree(path.rename(doomed))
+        shutil.rmtree(left_over)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    digits = "step_" + "[0-9]" * 8
-    aside = [path for path in folder.glob(digits + _REPLACED) if not path.with_suffix("").exists()]
-    return sorted([*aside, *folder.glob(digits + _FILE), *folder.glob(digits)], key=_step)
+    """List checkpoints by ascending step."""
+    return sorted(folder.glob("step_" + "[0-9]" * 8))
 
 
-def _step(path: Path) -> str:
-    return path.stem
-
-
-def _name(step: int | None) -> str:
-    return "" if step is None else f"step_{step:08d}"
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
 
 
 def _checksum(path: Path) -> int:

@@ -78,16 +78,11 @@ def copy_weights_(model: nn.Module, dense: dict[str, Tensor], table_budget: int,
     for name, module in tt_modules.items():
         if module not in table_modules:
             module.set_dense_matrix_(_dense_weight(name, module, dense).mT)
-    tt_keys = {f"{name}.{key}" for name, module in tt_modules.items() for key in _tt_keys(module)}
     with torch.no_grad():
         for key, value in model.state_dict().items():
-            if key not in tt_keys:
+            name, _, kind = key.rpartition(".")
+            if name not in tt_modules or not kind.startswith(("core_", "rank_")):
                 value.copy_(dense[key])
-
-
-def _tt_keys(module: TTModule) -> list[str]:
-    d = module.shape.order
-    return [*(f"core_{k}" for k in range(d)), *(f"rank_{k}" for k in range(1, d))]
 
 
 def _dense_weight(name: str, module: TTModule, dense: dict[str, Tensor]) -> Tensor:

@@ -10,19 +10,12 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from comera_rec.convert import LinearCompression, TableCompression
 from comera_rec.rank import RankConfig
-
-
-def _positive(section: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{section}.{name} is {value}: give a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +31,10 @@ class DataConfig:
     """
 
     path: str
-    batch_size: int = 2048
-    eval_batch_size: int = 2048
-    shuffle_rows: int = 131_072
-    prefetch: int = 4
-
-    def __post_init__(self) -> None:
-        _positive("data", self, "batch_size", "eval_batch_size", "shuffle_rows", "prefetch")
+    batch_size: PositiveInt = 2048
+    eval_batch_size: PositiveInt = 2048
+    shuffle_rows: PositiveInt = 131_072
+    prefetch: PositiveInt = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,24 +55,19 @@ class ModelConfig:
     """
 
     architecture: Literal["dlrm", "dcn", "deepfm", "wide_deep"] = "dlrm"
-    embedding_dim: int = 16
-    dense_arch: tuple[int, ...] = (256, 128)
-    over_arch: tuple[int, ...] = (256, 128)
-    cross_layers: int = 3
-    cross_rank: int = 64
-    wide_buckets: int = 0
+    embedding_dim: PositiveInt = 16
+    dense_arch: tuple[PositiveInt, ...] = (256, 128)
+    over_arch: tuple[PositiveInt, ...] = (256, 128)
+    cross_layers: PositiveInt = 3
+    cross_rank: PositiveInt = 64
+    wide_buckets: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
-        _positive("model", self, "embedding_dim", "cross_layers", "cross_rank")
-        if self.wide_buckets < 0 or (self.wide_buckets and self.architecture != "wide_deep"):
-            raise ValueError(
-                f"model.wide_buckets is {self.wide_buckets}: give a number above 0 with architecture wide_deep, else 0"
-            )
+        if self.wide_buckets and self.architecture != "wide_deep":
+            raise ValueError(f"model.wide_buckets is {self.wide_buckets}: give 0, or architecture wide_deep")
+        if not self.over_arch and self.architecture in ("dlrm", "dcn"):
+            raise ValueError(f"model.over_arch is empty: give at least one layer size, as {self.architecture} needs")
         for name in ("dense_arch", "over_arch"):
-            if any(size < 1 for size in getattr(self, name)):
-                raise ValueError(f"model.{name} is {list(getattr(self, name))}: give positive layer sizes")
-            if not getattr(self, name) and name == "over_arch" and self.architecture in ("dlrm", "dcn"):
-                raise ValueError(f"model.over_arch is empty: give at least one layer size, as {self.architecture} needs")
             if self.architecture == "deepfm" and len(getattr(self, name)) != 1:
                 raise ValueError(f"model.{name} is {list(getattr(self, name))}: give exactly one layer size for DeepFM")
 
@@ -133,24 +118,14 @@ class OptimizerConfig:
     """
 
     name: Literal["adam", "adamw", "adagrad"] = "adam"
-    lr_dense: float = 0.002
-    lr_cores: float = 0.003
-    lr_ranks: float = 0.0003
-    lr_tables: float = 0.05
-    warmup_steps: int = 0
-    decay: float = 0.0
-    weight_decay_dense: float = 0.0
-    weight_decay_cores: float = 0.0
-
-    def __post_init__(self) -> None:
-        _positive("optimizer", self, "lr_dense", "lr_cores", "lr_ranks", "lr_tables")
-        if self.warmup_steps < 0:
-            raise ValueError(f"optimizer.warmup_steps is {self.warmup_steps}: give a number of steps, or 0 for none")
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"optimizer.decay is {self.decay}: give a share of the steps, 0 to 1")
-        for name in ("weight_decay_dense", "weight_decay_cores"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}: give a factor, or 0 for none")
+    lr_dense: PositiveFloat = 0.002
+    lr_cores: PositiveFloat = 0.003
+    lr_ranks: PositiveFloat = 0.0003
+    lr_tables: PositiveFloat = 0.05
+    warmup_steps: NonNegativeInt = 0
+    decay: Annotated[float, Field(ge=0, le=1)] = 0.0
+    weight_decay_dense: NonNegativeFloat = 0.0
+    weight_decay_cores: NonNegativeFloat = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,29 +155,23 @@ class TrainingConfig:
         task_weights: weight of each label's loss in their mean, in the order of the data set's labels; empty for equal weights.
     """
 
-    steps: int | None = None
-    epochs: float = 1.0
-    log_every: int = 20
-    eval_every: int = 0
-    checkpoint_every: int = 0
-    keep_checkpoints: int = 2
+    steps: PositiveInt | None = None
+    epochs: PositiveFloat = 1.0
+    log_every: PositiveInt = 20
+    eval_every: NonNegativeInt = 0
+    checkpoint_every: NonNegativeInt = 0
+    keep_checkpoints: PositiveInt = 2
     keep_best: bool = False
-    patience: int = 0
-    clip_grad_norm: float | None = None
-    accumulation: int = 1
+    patience: NonNegativeInt = 0
+    clip_grad_norm: PositiveFloat | None = None
+    accumulation: PositiveInt = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16", "float8"] = "float32"
     capture: bool = False
     pipeline: bool = True
-    task_weights: tuple[float, ...] = ()
+    task_weights: tuple[Annotated[float, Field(gt=0, lt=math.inf)], ...] = ()
 
     def __post_init__(self) -> None:
-        if not all(0 < weight < math.inf for weight in self.task_weights):
-            raise ValueError(f"training.task_weights is {list(self.task_weights)}: give a number above 0 for each label")
-        _positive("training", self, "steps", "epochs", "log_every", "keep_checkpoints", "clip_grad_norm", "accumulation")
-        for name, unit in (("eval_every", "steps"), ("checkpoint_every", "steps"), ("patience", "evaluations")):
-            if getattr(self, name) < 0:
-                raise ValueError(f"training.{name} is {getattr(self, name)}: give a number of {unit}, or 0 for never")
         for name in ("keep_best", "patience"):
             if getattr(self, name) and not self.eval_every:
                 raise ValueError(f"training.{name} is {getattr(self, name)} but nothing is evaluated: set training.eval_every")
@@ -232,7 +201,7 @@ class RunConfig:
 
     output: str
     data: DataConfig
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)
     linears: LinearsConfig = field(default_factory=LinearsConfig)
@@ -242,8 +211,8 @@ class RunConfig:
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}: give a number from 0 to 2**63 - 1")
+        if not self.output.strip():
+            raise ValueError("output is empty: give the run's folder")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain numbers, strings, lists and sections."""
@@ -282,17 +251,6 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
     for override in overrides:
         _apply(raw, override)
     return _parse(schema, raw)
-
-
-def parse_overrides(schema: type[Settings], section: str, overrides: Sequence[str]) -> Settings:
-    """Parse the settings of one section from `section.key=value` alone; errors as in `load_settings`."""
-    raw: dict[str, Any] = {section: {}}
-    for override in overrides:
-        _apply(raw, override)
-    if others := raw.keys() - {section}:
-        raise ValueError(f"override of {', '.join(sorted(others))}: only {section}.key=value is allowed here")
-    _reject_unknown(raw[section], schema, f"{section}.")
-    return _parse(schema, raw[section])
 
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:

@@ -1,19 +1,25 @@
-"""The log of a run: metrics.jsonl and TensorBoard events."""
+"""What a run tells: metrics.jsonl, TensorBoard events, and its progress on standard error."""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
 from comera_rec.distributed import Processes
 from comera_rec.nn import named_tt_modules
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import gather_tt_modules, total_params
 from data_pipeline.atomic import replacing
+
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 class MetricsLog:
@@ -50,21 +56,52 @@ class MetricsLog:
         self._board.close()
 
 
-class NoLog:
-    """The log of processes that don't write."""
+class Progress:
+    """Shows how far a run is, by a bar on terminals and a line now and then elsewhere; a context manager.
 
-    def write(self, kind: str, step: int, **values: Any) -> None:
-        """Do nothing."""
+    Args:
+        steps: steps taken before, of `total`.
+    """
 
-    def close(self) -> None:
-        """Do nothing."""
+    def __init__(self, name: str, steps: int, total: int, *, shown: bool) -> None:
+        self._name, self._total = name, total
+        if shown and steps:
+            tell(f"{name}: resuming from step {steps:,} of {total:,}")
+        self._bar = tqdm(total=total, initial=steps, unit="step", desc=name, disable=None if shown else True)
+        self._prints_lines = shown and self._bar.disable
+        self._last_line = time.monotonic(), steps
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.close()
+
+    def step(self) -> None:
+        """Count a step."""
+        self._bar.update()
+
+    def observe(self, steps: int, loss: float) -> None:
+        """Show the mean loss of the last steps."""
+        self._bar.set_postfix(loss=f"{loss:.4f}")
+        (then, before), now = self._last_line, time.monotonic()
+        if self._prints_lines and now - then >= _SECONDS_BETWEEN_LINES and steps > before:
+            each = (now - then) / (steps - before)
+            tell(f"{self._name}: step {steps:,} of {self._total:,}, loss {loss:.4f}, {each:.2g} s a step")
+            self._last_line = now, steps
 
 
-def log_ranks(log: MetricsLog | NoLog, module: nn.Module, processes: Processes) -> None:
-    """Log the ranks of a model whose ranks don't change; each process calls this."""
+def tell(line: str) -> None:
+    """Print a line on standard error, above a bar if there is one."""
+    tqdm.write(line, file=sys.stderr)
+
+
+def fixed_ranks(module: nn.Module, processes: Processes) -> dict[str, Any]:
+    """Return the log entry of a model whose ranks don't change; empty without TT modules. Each process calls this."""
     summaries = gather_tt_modules(dict(named_tt_modules(module)), processes=processes)
-    if ranks := {name: list(summary.shape.ranks) for name, summary in summaries.items()}:
-        log.write("ranks", 0, stage="fixed", objective=None, params=total_params(summaries), target_params=None, ranks=ranks)
+    ranks = {name: list(summary.shape.ranks) for name, summary in summaries.items()}
+    fixed = {"stage": "fixed", "objective": None, "params": total_params(summaries), "target_params": None, "ranks": ranks}
+    return fixed if ranks else {}
 
 
 def _is_before(line: str, step: int, evaluated: bool) -> bool:

@@ -7,6 +7,7 @@ import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,17 +22,20 @@ def keep_freed_memory() -> None:
     Otherwise every step requests the pages of its largest tensors again, and the system fills each page with zeros. Tensors above
     32 MiB still have separate mappings. Other allocators are left as they are.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
+    if mallopt := _glibc("mallopt"):
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def return_freed_memory() -> None:
     """Return to the system what glibc holds of freed memory, such as what initialization needed for a while."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
+    if trim := _glibc("malloc_trim"):
         trim(0)
+
+
+def _glibc(name: str) -> Any:
+    """Return a function of glibc; None where there is another library."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 class PeakMemory:

@@ -44,15 +44,14 @@ class BinaryMetrics:
         Raises:
             ValueError: if the counts differ.
         """
-        _check_counts(logits, labels)
-        weights = torch.ones_like(logits) if weights is None else weights
+        rows = _flat(logits, labels, weights)
         end = self._num_rows + logits.numel()
         if end > self._rows.shape[1]:  # one tensor that doubles: small ones would keep others from reusing the memory of batches
             larger = torch.empty(3, max(end, 2 * self._rows.shape[1], 1 << 16), device=logits.device)
             larger[:, : self._num_rows] = self._rows[:, : self._num_rows]
             self._rows = larger
-        for kept, each in zip(self._rows, (logits, labels, weights), strict=True):
-            kept[self._num_rows : end] = each.detach().flatten()
+        for kept, each in zip(self._rows, rows, strict=True):
+            kept[self._num_rows : end] = each
         self._num_rows = end
 
     def compute(self) -> dict[str, float | int]:
@@ -90,9 +89,7 @@ class BinnedMetrics:
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
         """As `BinaryMetrics.update`."""
-        _check_counts(logits, labels)
-        weights = torch.ones_like(logits) if weights is None else weights
-        logits, labels, weights = (each.detach().flatten().double().cpu() for each in (logits, labels, weights))
+        logits, labels, weights = (each.double().cpu() for each in _flat(logits, labels, weights))
         bins = ((logits + self.LIMIT) * (self.BINS / (2 * self.LIMIT))).nan_to_num().clamp(0, self.BINS - 1).long()
         self._by_bin.view(-1).scatter_add_(0, bins + labels.long() * self.BINS, weights)
         self._sums[0] += binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
@@ -127,9 +124,11 @@ def mean_of_tasks(computed: dict[str, dict[str, float | int] | OneClass]) -> dic
     return means | {"rows": first["rows"]} | each
 
 
-def _check_counts(logits: Tensor, labels: Tensor) -> None:
+def _flat(logits: Tensor, labels: Tensor, weights: Tensor | None) -> list[Tensor]:
     if logits.numel() != labels.numel():
         raise ValueError(f"logits and labels must match in size, got {tuple(logits.shape)} and {tuple(labels.shape)}")
+    weights = torch.ones_like(logits) if weights is None else weights
+    return [each.detach().flatten() for each in (logits, labels, weights)]
 
 
 def _check_finite(bad: int, rows: int) -> None:

@@ -29,13 +29,11 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes
     """Return the number of equal parts that a batch is divided into, by processes and accumulation.
 
     Raises:
-        ValueError: if the output is empty, a file or a folder of something else, ranks adapt and there are none, the model would
+        ValueError: if the output is a file or a folder of something else, ranks adapt and there are none, the model would
             have no inputs, evaluations need validation rows that the data lacks, there isn't one task weight per label, or a batch
             can't be divided equally.
     """
     training, data = config.training, config.data
-    if not config.output.strip():  # checked here, because earlier versions recorded '' for the current folder
-        raise ValueError("output is empty: give the run's folder")
     if Path(config.output).exists() and not Path(config.output).is_dir():
         raise ValueError(f"output is {config.output}, which is a file: give a folder")
     _require_run_folder(Path(config.output))
@@ -86,7 +84,7 @@ def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, reco
             "choose another output, or remove the folder to start anew"
         )
     columns = Schema.from_dict(record["schema"]).differences(schema)
-    if columns or record["data"] not in (None, fingerprint(manifest)):
+    if columns or record["data"] != fingerprint(manifest):
         raise ValueError(
             f"{config.output} was trained on other data than {config.data.path} holds"
             + (f" (they differ in {', '.join(columns)})" if columns else "")

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from comera_rec.nn import named_tt_modules
-from comera_rec.recsys.sharding import divided_like, optimizer_state, padded_to
+from comera_rec.recsys.sharding import load_optimizer_state_, optimizer_state
 from comera_rec.training.checkpoint import Checkpoint
 
 
@@ -48,31 +48,18 @@ class TrainingState:
     def load(self, checkpoint: Checkpoint) -> None:
         """Load ranks, weights and optimizer state from a checkpoint, whatever number of processes saved it."""
         for name, module in named_tt_modules(self._model):
-            module.resize_ranks_(_ranks(checkpoint, name, module.shape.order))
-        weights = self._model.state_dict()
-        sizes = {name: checkpoint.sizes.get(f"model/{name}") for name in weights}
-        tensors = {f"model/{name}": _vector(value) if len(sizes[name] or ()) == 1 else value for name, value in weights.items()}
-        tensors |= self._table_states()
-        parameters = dict(self._model.named_parameters())
-        states: dict[str, tuple[nn.Parameter, str]] = {}
+            module.resize_ranks_([checkpoint.sizes[f"model/{name}.core_{k}"][3] for k in range(module.shape.order - 1)])
+        parameters, weights = dict(self._model.named_parameters()), self._model.state_dict()
         for entry, size in checkpoint.sizes.items():
             name, _, key = entry.removeprefix("optimizer/").rpartition("/")
-            if entry.startswith("optimizer/") and name in parameters:
-                parameter, whole = parameters[name], weights[name]
-                states[entry] = (parameter, key)
-                like = parameter if size == whole.shape else parameter.new_empty(size)
-                value = torch.zeros_like(like, requires_grad=False)
-                divided = size == whole.shape and isinstance(whole, DTensor)
-                tensors[entry] = divided_like(value, whole) if divided else value
+            if entry.startswith("optimizer/") and name in parameters:  # others belong to other processes
+                parameter = parameters[name]
+                empty = torch.zeros_like(parameter) if size == weights[name].shape else parameter.new_zeros(size)  # such as a count
+                self._optimizer.state[parameter][key] = empty
+        tensors = self.tensors()
         checkpoint.read_into(tensors)
-        self._model.load_state_dict({name: tensors[f"model/{name}"] for name in weights})
-        for entry, (parameter, key) in states.items():
-            value = tensors[entry]
-            if isinstance(value, DTensor):
-                value = padded_to(value, parameter.shape)
-            elif value.shape == _vector(parameter).shape:
-                value = value.view_as(parameter)
-            self._optimizer.state[parameter][key] = value
+        self._model.load_state_dict(_named(tensors, "model/"))
+        load_optimizer_state_(self._model, self._optimizer, _named(tensors, "optimizer/"))
 
     def _table_states(self) -> dict[str, Any]:
         """Return the optimizer state of dense tables: the tensors themselves, so that loading can fill them in place."""
@@ -85,11 +72,6 @@ class TrainingState:
         return tensors
 
 
-def _vector(value: Any) -> Any:
-    """Return a rank parameter, a column, as the vector that it was up to version 0.2; anything else unchanged."""
-    return value[:, 0] if value.dim() == 2 and value.shape[1] == 1 else value
-
-
 def _parts(value: Any) -> list[Tensor]:
     """List this process's parts of a tensor."""
     if isinstance(value, ShardedTensor):
@@ -97,13 +79,12 @@ def _parts(value: Any) -> list[Tensor]:
     return [value.to_local() if isinstance(value, DTensor) else value]
 
 
-def _ranks(checkpoint: Checkpoint, name: str, order: int) -> list[int]:
-    cores = [f"model/{name}.core_{k}" for k in range(order - 1)]
-    return [checkpoint.sizes[core][3] for core in cores]
+def _named(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def load_model_(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     """Give a model of one process the ranks and weights of a checkpoint."""
     names = [name for name in checkpoint.sizes if name.startswith("model/")]
-    model.load_state_dict({name.removeprefix("model/"): value for name, value in checkpoint.read(names).items()})
+    model.load_state_dict(_named(checkpoint.read(names), "model/"))
     return model

@@ -45,7 +45,6 @@ class StopSignals:
         if self._pending is not None:
             with contextlib.suppress(RuntimeError):  # another process is gone
                 self._pending()
-            self._pending = None
 
     def after_step(self, failed: bool = False) -> tuple[int, bool]:
         """Return the signal to stop for, or 0, and whether something has failed, on any process; all see it at the same step.
@@ -55,8 +54,8 @@ class StopSignals:
         if not self._processes.several:
             return self._received, failed
         previous, self._pending = self._pending, self._processes.start_max(torch.tensor([self._received, failed]))
-        signal_number, failures = previous().tolist() if previous is not None else (0, 0)
-        return signal_number, bool(failures)
+        number, failures = previous().tolist() if previous is not None else (0, 0)
+        return number, bool(failures)
 
     def now(self) -> int:
         """Wait for the other processes, and return the signal to stop for, or 0."""

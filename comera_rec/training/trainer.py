@@ -27,20 +27,18 @@ from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_, use_fl
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import bytes_outside
 from comera_rec.recsys import TTEmbeddingBagCollection
-from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
+from comera_rec.training.checkpoint import CheckpointWriter, checkpoint_at, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig
 from comera_rec.training.evaluation import BestSoFar, evaluate
-from comera_rec.training.log import MetricsLog, NoLog, log_ranks, off_target
+from comera_rec.training.log import MetricsLog, Progress, fixed_ranks, off_target, tell
 from comera_rec.training.memory import PeakMemory, keep_freed_memory, return_freed_memory
 from comera_rec.training.model import Schema, build_optimizer
 from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
-from comera_rec.training.progress import Progress, tell
 from comera_rec.training.runs import CHECKPOINTS, fingerprint, require_fit, require_same_run
 from comera_rec.training.start import StartingVectors
 from comera_rec.training.state import TrainingState
-from comera_rec.training.steps import Steps
+from comera_rec.training.step import TrainingStep
 from comera_rec.training.stopping import Interrupted, StopSignals
-from comera_rec.training.writer import CheckpointWriter
 from data_pipeline.atomic import replacing
 from data_pipeline.manifest import read_manifest
 
@@ -105,7 +103,7 @@ class Trainer:
             other_bytes = bytes_outside(whole, [module for _, module in named_tt_modules(whole)])
             self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes, processes=processes)
         self.state = TrainingState(self.module, self.optimizer, placed.table_optimizers)
-        self.stepper = Steps(
+        self.step = TrainingStep(
             config, placed, self.optimizer, self.scheduler, processes=processes, device=self.device, total_steps=self.total_steps
         )
         self.writer = CheckpointWriter(
@@ -115,7 +113,7 @@ class Trainer:
         self.steps = self.history_written = 0
         self.evaluated = 0  # the step of the last evaluation on the validation split
         self.best = BestSoFar()
-        self.log: MetricsLog | NoLog = NoLog()
+        self.log: MetricsLog | None = None  # on process 0, while it trains
         self.signals = StopSignals(processes)
         self.step_ms: list[float] = []
         self.first_step_ms = float("nan")
@@ -150,7 +148,6 @@ class Trainer:
         self._write_config()
         record = {
             "step": self.steps,
-            "processes": self.processes.size,
             "config": self.config.to_dict(),
             "schema": asdict(self.schema),
             "data": fingerprint(self.manifest),
@@ -175,7 +172,7 @@ class Trainer:
         if record["step"]:  # the first checkpoint of a compressed dense run has seen no batch
             self.loader.load_state_dict(record["batches"])
         self.state.load(checkpoint)
-        self.stepper.replicate_anew()
+        self.step.model_has_changed()
         if self.scheduler:
             self.scheduler.load_state_dict(record["scheduler"])
             self.history_written = len(self.scheduler.history)
@@ -201,7 +198,7 @@ class Trainer:
         """
         path = self.folder / "result.json"
         self._resume()
-        if self.processes.any(self._unfinished() or not _is_whole(path)):
+        if self.processes.any(self._unfinished() or not path.exists()):
             self._write_config()
             self.processes.on_first(self._open_log)
             try:
@@ -211,7 +208,8 @@ class Trainer:
                     result = self._result()
                 self.processes.on_first(lambda: _write_json(path, result))
             finally:
-                self.log.close()
+                if self.log:
+                    self.log.close()
         else:
             self.processes.on_first(lambda: tell(f"{self.folder.name}: finished already, after {self.steps:,} steps"))
         return self.processes.on_first(lambda: dict(json.loads(path.read_text())))
@@ -228,15 +226,16 @@ class Trainer:
 
     def _run(self) -> None:
         training = self.config.training
-        losses: list[Tensor] = []
         self._log_ranks()
         if self.steps and self._evaluation_is_due():  # the evaluation was interrupted
             self._validate()
             self.save()
+        progress = Progress(self.folder.name, self.steps, self.total_steps, shown=self.processes.is_first)
+        losses: list[Tensor] = []
         interval_start = time.perf_counter()
-        with Progress(self.folder.name, self.steps, self.total_steps, shown=self.processes.is_first) as progress:
-            for loss in self._losses():
-                losses.append(loss)
+        with progress, contextlib.closing(iter(self.loader)) as batches:
+            while self._unfinished():
+                losses.append(self._step(batches))
                 if math.isnan(self.first_step_ms):
                     losses[0].cpu()  # waits for the device
                     self.first_step_ms = 1e3 * (time.perf_counter() - interval_start)
@@ -265,20 +264,10 @@ class Trainer:
                     raise Interrupted(stopping, self.steps)
                 if not losses:
                     interval_start = time.perf_counter()
-                if not self._unfinished():
-                    break
-
-    def _losses(self) -> Iterator[Tensor]:
-        """Yield the task losses of the remaining steps, which stay on the device."""
-        if not self._unfinished():
-            return
-        with contextlib.closing(iter(self.loader)) as batches:
-            while True:
-                yield self._step(batches)
 
     def _step(self, batches: Iterator[Batch]) -> Tensor:
-        """Take one optimizer step; return the task loss."""
-        loss = self.stepper.take(self.steps + 1, batches)
+        """Take one optimizer step; return the task loss, which stays on the device."""
+        loss = self.step(self.steps + 1, batches)
         self.steps += 1
         return loss
 
@@ -306,16 +295,20 @@ class Trainer:
         # Reading the losses has waited for the device, so this is the time of whole steps on a GPU too.
         self.step_ms.append(1e3 * (time.perf_counter() - interval_start) / len(losses))
         memory, rows = self.memory.take(), self.steps * self.config.data.batch_size
-        self.log.write("train", self.steps, loss=loss, step_ms=self.step_ms[-1], memory_mib=memory, rows=rows)
+        self._log("train", loss=loss, step_ms=self.step_ms[-1], memory_mib=memory, rows=rows)
         return loss
 
     def _log_ranks(self) -> None:
         if self.scheduler:
             for entry in self.scheduler.history[self.history_written :]:
-                self.log.write("ranks", **{k: v for k, v in entry.items() if k != "loss"})
+                self._log("ranks", **{key: value for key, value in entry.items() if key != "loss"})
             self.history_written = len(self.scheduler.history)
-        elif self.steps == 0:
-            log_ranks(self.log, self.module, self.processes)
+        elif self.steps == 0 and (ranks := fixed_ranks(self.module, self.processes)):
+            self._log("ranks", **ranks)
+
+    def _log(self, kind: str, **values: Any) -> None:
+        if self.log:
+            self.log.write(kind, **{"step": self.steps} | values)
 
     def _rows(self, split: str) -> int:
         return self.manifest.splits[split].rows
@@ -333,13 +326,14 @@ class Trainer:
             self.writer.wait()
             raise
         self.evaluated = self.steps
-        return (self.scheduler is None or self.scheduler.stage == "done") and self.best.observe(self.steps, metrics["ne"])
+        counts = self.scheduler is None or self.scheduler.stage == "done"
+        return counts and self.best.observe(self.steps, metrics["ne"])
 
     def _evaluate(self, split: str) -> dict[str, Any]:
-        self.stepper.pause()
+        self.step.pause()
         batches = self._batches(split, shuffle=False)
         metrics = evaluate(self.model, batches, self.device, between=self._stop_if_asked, processes=self.processes)
-        self.log.write("eval", self.steps, split=split, **metrics)
+        self._log("eval", split=split, **metrics)
         return metrics
 
     def _stop_if_asked(self) -> None:
@@ -355,7 +349,7 @@ class Trainer:
             kept = self.processes.on_first(lambda: checkpoint_at(self.checkpoints, best))
             assert kept is not None
             self.state.load(open_checkpoint(kept, self.processes))
-            self.stepper.replicate_anew()
+            self.step.model_has_changed()
         split = next(name for name in ("test", "val", "train") if self._rows(name))
         metrics = self._evaluate(split)
         whole = whole_model(self.config, self.schema, self.module, self.processes)
@@ -382,13 +376,6 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        return isinstance(json.loads(path.read_text()), dict)
-    except (OSError, ValueError):
-        return False
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -8,23 +8,20 @@ from comera_rec.tt.contraction import (
     tt_milliseconds,
 )
 from comera_rec.tt.cores import contract, first_rows, init_cores_, scaled_cores, tt_to_dense
-from comera_rec.tt.cost import LookupCost, Work
 from comera_rec.tt.digits import row_digits
 from comera_rec.tt.hot_blocks import Blocks, blocks_params, choose_hot_blocks
 from comera_rec.tt.layout import is_slice_major, slice_major, slice_major_together
 from comera_rec.tt.linear_cost import Contraction, LinearWork, Tree, contraction_work, dense_work, span
 from comera_rec.tt.modes import factorize, require_positive
-from comera_rec.tt.shape import TTShape, max_ranks, table_candidates
+from comera_rec.tt.shape import TTShape, max_ranks
 from comera_rec.tt.svd import tt_svd, tt_svd_spectra
 
 __all__ = [
     "Blocks",
     "Contraction",
     "LinearWork",
-    "LookupCost",
     "TTShape",
     "Tree",
-    "Work",
     "best_contractions",
     "blocks_params",
     "candidate_contractions",
@@ -45,7 +42,6 @@ __all__ = [
     "slice_major",
     "slice_major_together",
     "span",
-    "table_candidates",
     "tt_milliseconds",
     "tt_svd",
     "tt_svd_spectra",

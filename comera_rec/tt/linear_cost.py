@@ -44,8 +44,8 @@ class LinearWork(NamedTuple):
 
 
 NANOSECONDS = LinearWork(multiplies=0.0374, numbers=0.413, calls=20_500, tt_layers=45_400)
-"""Fitted by `python -m benchmarks.linear.calibrate` on two cores of an AMD EPYC, where MKL multiplies in vectors of 8 floats.
-Only their proportions matter to the choice."""
+"""Fitted to steps of random layers on two cores of an AMD EPYC, where MKL multiplies in vectors of 8 floats. Only their
+proportions matter to the choice."""
 
 
 def nanoseconds(work: LinearWork) -> float:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import lru_cache
 
 MAX_ORDER = 8
-_SKEW = 4
-"""Largest ratio of a table's sizes m_k n_k. Skew lowers the rank that a budget buys, by a fifth for two cores; without this
-limit the fastest shape would have rank 1."""
 
 
 def factorize(n: int, order: int) -> tuple[int, ...]:
@@ -47,49 +43,6 @@ def _factorize(n: int, order: int) -> tuple[int, ...]:
     covering = min(splits, key=lambda factors: (sum(factors) * math.prod(factors), max(factors)))
     exact = min((s for s in splits if math.prod(s) == n), key=sum, default=covering)
     return exact if sum(exact) <= 1.25 * sum(covering) else covering
-
-
-def table_modes(num_embeddings: int, embedding_dim: int, order: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """List the (row modes, column modes) that a table could take.
-
-    Column modes are the ordered factorizations of the dim: into two factors, all of them; into three or four, those whose factors
-    are within 8 or 4 times each other; where there are none, balanced factors that pad. Row modes make the sizes m_k n_k equal,
-    or a few of them four times the others.
-
-    Args:
-        num_embeddings: rows M.
-        embedding_dim: columns N.
-        order: number of cores, 2 to 4.
-    """
-    skews = [skew for skew in itertools.product((1, _SKEW), repeat=order) if 1 in skew]
-    modes = [(_row_modes(num_embeddings, cols, skew), cols) for cols in _column_modes(embedding_dim, order) for skew in skews]
-    return list(dict.fromkeys(modes))
-
-
-@lru_cache
-def _column_modes(n: int, order: int) -> list[tuple[int, ...]]:
-    exact = _ordered_factors(n, order)
-    if order > 2:
-        uneven = {3: 8, 4: 4}[order]
-        exact = [modes for modes in exact if 1 not in modes and max(modes) <= uneven * min(modes)]
-    return sorted(exact or set(itertools.permutations(factorize(n, order))))
-
-
-def _ordered_factors(n: int, order: int) -> list[tuple[int, ...]]:
-    if order == 1:
-        return [(n,)]
-    return [(a, *rest) for a in range(1, n + 1) if n % a == 0 for rest in _ordered_factors(n // a, order - 1)]
-
-
-def _row_modes(num_embeddings: int, col_shape: tuple[int, ...], skew: tuple[int, ...]) -> tuple[int, ...]:
-    """Return row modes that cover the table, with sizes m_k n_k in the proportions of `skew`."""
-    shares = [times / n for times, n in zip(skew, col_shape, strict=True)]
-    remaining, modes = num_embeddings, []
-    for k, share in enumerate(shares[:-1]):
-        unit = (remaining / math.prod(shares[k:])) ** (1 / len(shares[k:]))
-        modes.append(max(1, round(unit * share)))
-        remaining = -(-remaining // modes[-1])
-    return (*modes, remaining)
 
 
 def require_positive(**sizes: int) -> None:

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from comera_rec.tt.cost import LookupCost
-from comera_rec.tt.modes import factorize, require_order, require_positive, table_modes
+from comera_rec.tt.modes import factorize, require_order, require_positive
 
 Modes = tuple[tuple[int, ...], tuple[int, ...]]
 """Row modes and column modes."""
-
-_USED = 0.8
-"""Least share of the largest candidate's parameters that a candidate must use, unless its modes can't use more."""
-_COST = LookupCost()
 
 
 @dataclass(frozen=True)
@@ -136,31 +131,23 @@ class TTShape:
             num_embeddings: rows M.
             embedding_dim: columns N.
             tt_ranks: one rank for all bonds, or one for each. Default 16 where no budget is given.
-            order: number of cores, 2 to 4. Default: the fastest within the budget; else one more than `tt_ranks` has entries;
-                else 2.
-            budget_params: the most parameters the table may take. The result is the one of `table_candidates` whose training
-                step is predicted to be fastest (`LookupCost`).
+            order: number of cores, 2 to 4. Default: the lowest at which the budget buys rank 8, or else the one of the largest
+                rank; without a budget, one more than `tt_ranks` has entries, or 2.
+            budget_params: the most parameters the table may take.
 
         Raises:
             ValueError: for sizes below 1, for both ranks and a budget, or for a budget too small for rank 1.
 
         Example:
             >>> TTShape.for_table(1_000_000, 64, budget_params=640_000)
-            TTShape(row_shape=(4000, 250), col_shape=(4, 16), ranks=(31,))
+            TTShape(row_shape=(1000, 1000), col_shape=(8, 8), ranks=(39,))
         """
         require_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
-        if order is not None and order not in (2, 3, 4):
+        modes = {d: (factorize(num_embeddings, d), factorize(embedding_dim, d)) for d in (2, 3, 4)}
+        if order is not None and order not in modes:
             raise ValueError(f"order is {order!r}: embedding tables take 2, 3 or 4 cores")
-
-        if budget_params is None:
-
-            def balanced(d: int) -> Modes:
-                return factorize(num_embeddings, d), factorize(embedding_dim, d)
-
-            return _at_ranks(balanced, tt_ranks, order, default_order=2, orders=(2, 3, 4))
-        _require_one_size(tt_ranks, budget_params)
-        candidates = table_candidates(num_embeddings, embedding_dim, budget_params, (order,) if order else (2, 3, 4))
-        return min(candidates, key=lambda shape: _COST.milliseconds(shape.row_shape, shape.col_shape, shape.ranks))
+        name = f"a {num_embeddings} x {embedding_dim} table"
+        return _chosen(modes, tt_ranks, order, budget_params, default_order=2, name=name)
 
     @classmethod
     def for_linear(
@@ -178,50 +165,23 @@ class TTShape:
             in_features: rows of the transposed weight.
             out_features: columns of the transposed weight.
             tt_ranks: as in `for_table`.
-            budget_params: the most parameters the layer may take, biases aside. The shape is the one of lowest order that reaches
-                rank 8, or else the one of the largest rank.
-            order: number of cores, even, 2 to 8: half of them hold input modes, half output modes. Default: chosen with the budget;
-                else one more than `tt_ranks` has entries; else 4.
+            order: number of cores, even, 2 to 8: half of them hold input modes, half output modes. Default: as in `for_table`, but
+                4 where it is 2.
+            budget_params: the most parameters the layer may take, biases aside.
 
         Raises:
             ValueError: as `for_table`.
         """
         require_positive(in_features=in_features, out_features=out_features)
-        if order is not None and order not in (2, 4, 6, 8):
-            raise ValueError(f"order is {order!r}: linear layers take 2, 4, 6 or 8 cores, half of them for the input")
-
-        def modes(d: int) -> Modes:
-            ones = (1,) * (d // 2)
+        modes: dict[int, Modes] = {}
+        for half in (1, 2, 3, 4):
+            ones = (1,) * half
             # Ascending output modes mirror the descending input modes: the smallest modes meet at the middle bond.
-            return factorize(in_features, d // 2) + ones, ones + factorize(out_features, d // 2)[::-1]
-
-        if budget_params is None:
-            return _at_ranks(modes, tt_ranks, order, default_order=4, orders=(2, 4, 6, 8))
-        _require_one_size(tt_ranks, budget_params)
-        by_order = [modes(d) for d in ((order,) if order else (2, 4, 6, 8))]
-        return _lowest_order(_within_budget(by_order, budget_params, f"a {in_features} x {out_features} linear layer"))
-
-
-def table_candidates(
-    num_embeddings: int, embedding_dim: int, budget_params: int, orders: Sequence[int] = (2, 3, 4)
-) -> list[TTShape]:
-    """List shapes of nearly one size for an embedding table: various modes, each at the largest rank that fits the budget.
-
-    Shapes that leave much of the budget unused are left out: they would be faster only by being smaller.
-
-    Args:
-        num_embeddings: rows M.
-        embedding_dim: columns N.
-        budget_params: the most parameters.
-        orders: numbers of cores, 2 to 4.
-
-    Raises:
-        ValueError: for a budget too small for rank 1.
-    """
-    modes = [each for order in orders for each in table_modes(num_embeddings, embedding_dim, order)]
-    shapes = _within_budget(modes, budget_params, f"a {num_embeddings} x {embedding_dim} table")
-    largest = max(shape.num_params for shape in shapes)
-    return [shape for shape in shapes if shape.num_params >= _USED * largest or shape == shape.with_ranks(largest)]
+            modes[2 * half] = factorize(in_features, half) + ones, ones + factorize(out_features, half)[::-1]
+        if order is not None and order not in modes:
+            raise ValueError(f"order is {order!r}: linear layers take 2, 4, 6 or 8 cores, half of them for the input")
+        name = f"a {in_features} x {out_features} linear layer"
+        return _chosen(modes, tt_ranks, order, budget_params, default_order=4, name=name)
 
 
 def max_ranks(row_shape: Sequence[int], col_shape: Sequence[int]) -> tuple[int, ...]:
@@ -230,41 +190,42 @@ def max_ranks(row_shape: Sequence[int], col_shape: Sequence[int]) -> tuple[int, 
     return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
 
 
-def _require_one_size(tt_ranks: int | Sequence[int] | None, budget_params: int) -> None:
-    if tt_ranks is not None:
-        raise ValueError(f"tt_ranks {tt_ranks} and budget_params {budget_params} are both given: give one of them")
-    require_positive(budget_params=budget_params)
-
-
-def _at_ranks(
-    modes: Callable[[int], Modes],
+def _chosen(
+    modes: Mapping[int, Modes],
     tt_ranks: int | Sequence[int] | None,
     order: int | None,
+    budget_params: int | None,
     *,
     default_order: int,
-    orders: tuple[int, ...],
+    name: str,
 ) -> TTShape:
-    """Return the shape at the given ranks; `modes` gives row and column modes for an order."""
+    """Return the shape of the given order or size; `modes` by rising order."""
+    if budget_params is not None:
+        if tt_ranks is not None:
+            raise ValueError(f"tt_ranks {tt_ranks} and budget_params {budget_params} are both given: give one of them")
+        require_positive(budget_params=budget_params)
+        return _within_budget([modes[order]] if order else list(modes.values()), budget_params, name)
     tt_ranks = 16 if tt_ranks is None else tt_ranks
     if isinstance(tt_ranks, int):
         require_positive(tt_ranks=tt_ranks)
-        return TTShape(*modes(order or default_order), tt_ranks)
+        return TTShape(*modes[order or default_order], tt_ranks)
     for k, rank in enumerate(tt_ranks):
         require_positive(**{f"tt_ranks[{k}]": rank})
     order = order or len(tt_ranks) + 1
-    if order not in orders:
+    if order not in modes:
         raise ValueError(f"tt_ranks {tuple(tt_ranks)} would need {order} cores: give one rank per bond, or one integer for all")
-    return TTShape(*modes(order), tt_ranks)
+    return TTShape(*modes[order], tt_ranks)
 
 
-def _within_budget(modes: Sequence[Modes], budget_params: int, description: str) -> list[TTShape]:
-    """Return shapes of these modes, each at the largest rank that fits; modes that don't fit even at rank 1 are left out."""
+def _within_budget(modes: Sequence[Modes], budget_params: int, name: str) -> TTShape:
+    """Return the first of modes, in rising order, whose largest rank that fits is 8 or more; or else those of the largest rank."""
     ranks = [_largest_rank(*each, budget_params) for each in modes]
-    fitting = [TTShape(*each, rank) for each, rank in zip(modes, ranks, strict=True) if rank]
-    if not fitting:
+    shapes = [TTShape(*each, rank) for each, rank in zip(modes, ranks, strict=True) if rank]
+    if not shapes:
         least = min(TTShape(*each, 1).num_params for each in modes)
-        raise ValueError(f"budget_params is {budget_params}: {description} takes at least {least} parameters, at rank 1")
-    return fitting
+        raise ValueError(f"budget_params is {budget_params}: {name} takes at least {least} parameters, at rank 1")
+    enough = (s for s in shapes if max(s.ranks) >= min(8, max(max_ranks(s.row_shape, s.col_shape))))
+    return next(enough, max(shapes, key=lambda shape: max(shape.ranks)))
 
 
 def _largest_rank(row_shape: tuple[int, ...], col_shape: tuple[int, ...], budget_params: int) -> int:
@@ -277,9 +238,3 @@ def _largest_rank(row_shape: tuple[int, ...], col_shape: tuple[int, ...], budget
         return sum(ranks) + sum(left * size * right for left, size, right in zip([1, *ranks], sizes, [*ranks, 1], strict=True))
 
     return bisect_right(range(1, min(max(limits), budget_params) + 1), budget_params, key=num_params)
-
-
-def _lowest_order(shapes: Sequence[TTShape]) -> TTShape:
-    """Return the first of shapes, in rising order, that reaches rank 8; or else the one of the largest rank."""
-    enough = (s for s in shapes if max(s.ranks) >= min(8, max(max_ranks(s.row_shape, s.col_shape))))
-    return next(enough, max(shapes, key=lambda shape: max(shape.ranks)))

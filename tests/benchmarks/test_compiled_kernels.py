@@ -32,7 +32,6 @@ class Bounds(NamedTuple):
 # What Triton 3.9 needs for sm_80, sm_90 and sm_100, with room for other versions.
 BOUNDS = {
     "plan 7": Bounds(64, 1024, 0.45),
-    "plan of hot rows": Bounds(64, 1024, 0.45),
     "pool 8x8x8": Bounds(80, 0, 0.35, 0.5),
     "pool 4x16x16": Bounds(80, 0, 0.35, 0.5),
     "pool 8x16x16": Bounds(80, 0, 0.35, 0.5),

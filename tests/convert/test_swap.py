@@ -25,7 +25,6 @@ from comera_rec import (
     compress_,
     export_dense,
 )
-from comera_rec.convert import compress_state
 from comera_rec.nn import named_tt_modules
 
 with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
@@ -376,8 +375,6 @@ def test_the_spread_of_an_init_fn_that_copies_a_table_larger_than_the_sample(mon
 def test_configs_of_another_kind_are_refused() -> None:
     with pytest.raises(TypeError, match="tables is 100: give a TableCompression"):
         compress_(collection(), tables=100)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="tables is 100: give a TableCompression"):
-        compress_state(collection().state_dict(), 100)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="linears is 100: give a LinearCompression"):
         compress_(collection(), linears=100)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="neither tables nor linears is given"):

@@ -402,13 +402,13 @@ def test_a_dense_state_dict_says_how_to_convert_it() -> None:
     before = values(model["user"])
     with (
         pytest.raises(RuntimeError, match="Missing key"),
-        pytest.warns(UserWarning, match=r"tables with comera_rec\.compress_state"),
+        pytest.warns(UserWarning, match=r"convert that with comera_rec\.compress_"),
     ):
         model.load_state_dict({"user.weight": torch.ones(101, 11)})
     with pytest.warns(UserWarning, match="dense weights for TT modules, which keep their values"):
         model.load_state_dict({"user.weight": torch.ones(101, 11)}, strict=False)
     torch.testing.assert_close(values(model["user"]), before, rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match=r"head: a TTLinear loads all .* a dense weight: convert .* layers with from_dense"):
+    with pytest.raises(RuntimeError, match=r"head: a TTLinear loads all .* a dense weight: load it into the dense model"):
         model.load_state_dict({"head.weight": torch.ones(64, 11), "head.bias": torch.ones(64)}, strict=False)
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import comera_rec as cr
 from comera_rec import RankConfig, RankScheduler, TTEmbedding, TTEmbeddingBag, TTShape
+from comera_rec.convert import fit_tables_
 from comera_rec.nn import HotRows, TTModule, named_tt_modules, update_in_backward_
-from comera_rec.rank import grow_ranks_, keep_ranks_
+from comera_rec.rank import keep_ranks_
 from comera_rec.tt import blocks_params, choose_hot_blocks
 
 with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
@@ -69,8 +70,9 @@ def test_cores_and_hot_rows_are_fitted_together_to_a_dense_table() -> None:
     with torch.no_grad():
         dense.weight[:30] += 3 * torch.randn(30, 2) @ torch.randn(2, 16)
 
-    def error(**arguments: object) -> float:
-        table = TTEmbeddingBag.from_dense(dense, **arguments)  # type: ignore[arg-type]
+    def error(tt_ranks: int, hot_rows: tuple[tuple[int, int], ...] = ()) -> float:
+        fit_tables_([table := TTEmbeddingBag(200, 16, tt_ranks=tt_ranks, hot_rows=hot_rows)], [dense.weight.detach()])
+        assert table.shape.ranks == (tt_ranks,)
         return float((table.dense_matrix() - dense.weight).square().sum().detach())
 
     assert error(tt_ranks=4, hot_rows=((30, 2),)) < 0.7 * error(tt_ranks=5)
@@ -94,21 +96,6 @@ def test_truncation_narrows_blocks_and_their_optimizer_state() -> None:
     table(ids).square().sum().backward()  # also with a block without columns
     assert not torch.equal(other.core_0, before)
     torch.testing.assert_close(table(ids), table.dense_matrix(), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_columns_are_added_without_a_change_of_the_rows(is_gone: bool) -> None:
-    table = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS)  # the blocks' A is zero
-    if is_gone:
-        keep_ranks_(list(table.hot_blocks()), [[torch.zeros(3, dtype=torch.bool)], [torch.zeros(2, dtype=torch.bool)]])
-    before = table.dense_matrix().detach()
-    grow_ranks_(table, {"hot_rows.0": (4,), "hot_rows.1": (5,)})
-    assert [block.shape.ranks for block in table.hot_blocks()] == [(4,), (5,)]
-    assert torch.equal(table.dense_matrix(), before)
-    table(torch.arange(100)[:, None]).square().sum().backward()
-    for block in table.hot_blocks():
-        new_gradients = [block.core_0.grad[..., -1].abs().sum(), block.core_1.grad[-1].abs().sum()]
-        assert max(new_gradients) > 0, "they can learn"
 
 
 def test_a_block_without_columns_has_no_state() -> None:

@@ -16,8 +16,9 @@ from layouts import LAYOUTS
 from torch import Tensor, nn
 
 from comera_rec import TTEmbeddingBag
+from comera_rec.nn import update_in_backward_
 from comera_rec.ops import tt_bags
-from comera_rec.ops.bags import HotBlock, Table, reference
+from comera_rec.ops.bags import HotBlock, Table
 from comera_rec.tt import TTShape
 
 
@@ -296,10 +297,13 @@ def test_a_graph_can_be_reused(order: int, impl: str) -> None:
     torch.testing.assert_close(together, tuple(2 * gradient for gradient in one))
 
 
-def test_a_second_derivative_is_refused() -> None:
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_second_derivative_is_refused(updated: bool) -> None:
     (table,) = make_tables([(5, 4)], (2, 3), (3,))
+    if updated:
+        update_in_backward_(table, torch.optim.SGD(list(table.cores()), lr=0.1))
     out = pool([table], [torch.tensor([3, 7])], torch.tensor([0, 2]))
-    (gradient,) = torch.autograd.grad(out.square().sum(), table.core_0, create_graph=True)
+    (gradient,) = torch.autograd.grad(out.square().sum(), table.rank_1 if updated else table.core_0, create_graph=True)
     with pytest.raises(RuntimeError, match=r"differentia|derivative"):
         gradient.square().sum().backward()
 
@@ -310,22 +314,9 @@ def test_tables_of_different_ranks_share_a_lookup(order: int, per_bag: int) -> N
     row_shapes = [(5, 4, 2, 2), (7, 3, 3, 1), (2, 2, 2, 2), (1, 9, 1, 5)]
     ranks = [(3, 2, 4), (9, 5, 1), (0, 1, 1), (20, 7, 2)]
     tables = make_tables([m[:order] for m in row_shapes], (4, 4, 2, 1)[:order], [r[: order - 1] for r in ranks])
-    check(tables, lookups(tables, 9), torch.arange(0, 37, per_bag), features=4 if per_bag == 1 else 2)
-
-
-def test_tables_padded_with_zeros_to_common_ranks() -> None:
-    """This is how GPUs compute."""
-    tables = make_tables([(5, 4, 2), (3, 1, 2)], (2, 3, 1), [(3, 2), (1, 4)])
-    first, second, third = reference.stack_tables(
-        [table.cores() for table in tables], [table.rank_parameters() for table in tables]
-    )
-    assert [tuple(stacked.shape) for stacked in (first, second, third)] == [(8, 1, 2, 3), (5, 3, 3, 4), (4, 4, 1, 1)]
-    assert torch.equal(first[5:, :, :, 0], tables[1].core_0[0, :, None, :, 0])
-    assert torch.equal(first[5:, :, :, 1:], torch.zeros(3, 1, 2, 2))
-    assert torch.equal(second[:4, :, :, :2], (tables[0].rank_1[..., None, None] * tables[0].core_1).transpose(0, 1))
-    assert torch.equal(second[4, 0], tables[1].rank_1[0] * tables[1].core_1[0, 0])
-    assert second[4, 1:].eq(0).all()
-    assert second[:4, :, :, 2:].eq(0).all()
+    ids = lookups(tables, 9)
+    for impl in ("auto", "reference"):
+        check(tables, ids, torch.arange(0, 37, per_bag), features=4 if per_bag == 1 else 2, impl=impl)
 
 
 def test_tables_of_five_cores_are_refused() -> None:

@@ -66,13 +66,6 @@ def test_numbers_come_back_within_the_formats_precision(values: list[float], dty
     assert scale.shape == ()
 
 
-def test_precisions_of_the_formats() -> None:
-    """With three and two bits of mantissa, the largest relative errors are 1/16 and 1/8, halfway to the next number."""
-    x = torch.linspace(1, 2, 1000)
-    errors = [float(((reference.rounded(x, dtype) - x) / x).abs().max()) for dtype in (FORWARD, BACKWARD)]
-    assert errors == pytest.approx([1 / 17, 1 / 9], rel=0.1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_outputs_and_gradients(size: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -85,35 +78,14 @@ def test_outputs_and_gradients(size: tuple[int, int, int], dtype: torch.dtype) -
     assert size == (1, 1, 1) or distance(actual[1], exact[1]) > 0.005, "nothing was rounded to 8 bits"
 
 
-@pytest.mark.parametrize("needed", [0, 1])
-def test_operands_in_any_layout_and_gradients_of_one_of_them(needed: int) -> None:
-    a, b, bias, upstream = operands((20, 30, 40))
-    a, b = a.detach().mT.contiguous().mT, b.detach()[:, ::2]
-    leaf, bias = (a, b)[needed].requires_grad_(), bias.detach()[::2]
-    actual, expected = (
-        torch.autograd.grad(matmul(a, b, bias), leaf, upstream[:, :20]) for matmul in (float8_matmul, reference.float8_matmul)
-    )
-    torch.testing.assert_close(actual, expected)
-    assert float8_matmul(a, b).is_contiguous()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+def test_autocast_and_layouts_change_nothing(dtype: torch.dtype) -> None:
     case = operands((20, 30, 40), dtype)
     expected = outcome(float8_matmul, *case)
+    case[:2] = [each.detach().mT.contiguous().mT.requires_grad_() for each in case[:2]]
     with torch.autocast("cpu", torch.bfloat16):
         actual = outcome(float8_matmul, *case)
     assert all(map(torch.equal, actual, expected))
-
-
-def test_zeros_give_zeros() -> None:
-    a, b, bias, upstream = operands((20, 30, 40))
-    zero, no_bias = (torch.zeros_like(leaf, requires_grad=True) for leaf in (a, bias))
-    out, grad_a, grad_b, _ = outcome(float8_matmul, zero, b, no_bias, upstream)
-    assert not out.any()
-    assert not grad_b.any()
-    assert distance(grad_a, upstream.float() @ b.mT) < 0.1
-    assert not any(part.any() for part in outcome(float8_matmul, a, b, bias, torch.zeros_like(upstream))[1:])
 
 
 @pytest.mark.parametrize("size", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)], ids=str)

@@ -467,13 +467,3 @@ def test_batches_without_ids_change_no_slice() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     backward(tables, Batch([none, none], torch.zeros(21, dtype=torch.int64), torch.zeros(0), used.gradient))
     assert all(map(torch.equal, (core for table in tables for core in table.cores()), values))
-
-
-def test_a_second_derivative_is_refused() -> None:
-    tables = make_tables(3)
-    (batch,) = make_batches(tables, 1)
-    apply(SGD, chosen(tables, SGD, "cores"), {"lr": 0.1})
-    ranks = [rank for table in tables for rank in table.rank_parameters()]
-    gradients = torch.autograd.grad(look_up(tables, batch).square().sum(), ranks, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradients[0].sum().backward()

@@ -74,7 +74,8 @@ def test_the_size_ends_at_its_target(target: float, seed: int) -> None:
     early = count_tt_params(run.model)
     run.go(41)
     assert run.scheduler.stage == "done"
-    assert 0.99 * target * early <= count_tt_params(run.model) <= target * early + 1
+    close = 0.99 if target > 0.1 else 0.98  # where a rank takes 3 % of the budget
+    assert close * target * early <= count_tt_params(run.model) <= target * early + 1
 
 
 def test_truncation_is_spread_over_the_stage_and_late_steps_remove_less() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import comera_rec as cr
-from comera_rec.rank import grow_ranks_, truncate_ranks_
+from comera_rec.rank import truncate_ranks_
 
 with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
     from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
@@ -35,7 +35,6 @@ def step(model: nn.Sequential) -> dict[str, Tensor]:
     return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("change", ["truncate", "grow"])
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -44,17 +43,14 @@ def step(model: nn.Sequential) -> dict[str, Tensor]:
         (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),  # only torch's hook can take its step
     ],
 )
-def test_training_continues_after_ranks_change(kind: type, settings: dict, change: str) -> None:
+def test_training_continues_after_ranks_change(kind: type, settings: dict) -> None:
     model = make(kind, settings)
     step(model)
-    if change == "truncate":
-        with torch.no_grad():
-            model[0].rank_1[2:] = 0.0
-            model[1].rank_1[1:] = 0.0
-        truncate_ranks_(model, threshold=1e-3)
-        assert model[0].shape.ranks == (2,)
-    else:
-        grow_ranks_(model, {"0": (9,)})
+    with torch.no_grad():
+        model[0].rank_1[2:] = 0.0
+        model[1].rank_1[1:] = 0.0
+    truncate_ranks_(model, threshold=1e-3)
+    assert model[0].shape.ranks == (2,)
     changes = step(model)
     assert all(changes[name].abs().sum() > 0 for name in changes if "core" in name)
     for optimizer in _get_in_backward_optimizers(model):
@@ -131,8 +127,6 @@ def test_tables_that_were_not_used_yet_may_change_too() -> None:
     """Row-wise Adagrad creates its sums for matrices when it is built; cores need others, which the first step creates."""
     model = nn.Sequential(cr.TTEmbeddingBag(72, 16, shape=SHAPE))
     _apply_optimizer_in_backward(RowWiseAdagrad, model[0].cores(), {"lr": 0.05})
-    for ranks in ((9,), (12,)):
-        grow_ranks_(model, {"0": ranks})
     with torch.no_grad():
         model[0].rank_1[2:] = 0.0
     truncate_ranks_(model, threshold=1e-3)
@@ -162,14 +156,10 @@ def test_state_of_another_shape_is_named_before_anything_changes() -> None:
     with torch.no_grad():
         model[0].rank_1[2:] = 0.0
     message = r"SGD keeps 'factors' of shape \(3, 2\) for a parameter of shape \(6, 9, 4, 1\): ranks can't change under it"
-    for change in (
-        lambda: truncate_ranks_(model, optimizer, threshold=1e-3),
-        lambda: grow_ranks_(model, {"0": (9,)}, optimizer),
-    ):
-        with pytest.raises(ValueError, match=message):
-            change()
-        assert model[0].shape.ranks == (6,)
-        assert model[0].core_0.shape == (1, 8, 4, 6)
+    with pytest.raises(ValueError, match=message):
+        truncate_ranks_(model, optimizer, threshold=1e-3)
+    assert model[0].shape.ranks == (6,)
+    assert model[0].core_0.shape == (1, 8, 4, 6)
 
 
 def test_a_schedule_shrinks_tables_that_are_updated_in_backward() -> None:

@@ -15,7 +15,7 @@ from torchrec.optim import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
 from comera_rec import TTEmbeddingBag, TTLinear
-from comera_rec.rank import count_tt_params, grow_ranks_, truncate_ranks_
+from comera_rec.rank import count_tt_params, truncate_ranks_
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "Adam": lambda p: Adam(p, lr=0.01),
@@ -180,23 +180,6 @@ def test_the_last_loss_may_still_be_alive() -> None:
     assert loss.isfinite()
 
 
-def test_the_smallest_go_first_and_min_params_is_never_undercut() -> None:
-    model = Small()
-    with torch.no_grad():
-        model.table.rank_1.copy_(torch.tensor([[5.0], [0.3], [4.0], [0.1], [0.2]]))
-    full = count_tt_params(model)
-    one = truncate_ranks_(copy.deepcopy(model), threshold=0.25)["table"]
-    assert one == (3, 4)
-    for floor in (full, full - 1, int(0.8 * full), int(0.5 * full), int(0.1 * full), 0):
-        trimmed = copy.deepcopy(model)
-        truncate_ranks_(trimmed, threshold=float("inf"), min_params=floor)
-        assert count_tt_params(trimmed) >= floor
-        if 0 < floor < full - 1:
-            assert count_tt_params(trimmed) < full
-            assert trimmed.table.rank_1.numel() == 0 or 5.0 in trimmed.table.rank_1
-    assert count_tt_params(trimmed) == 0
-
-
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_whole_layers_may_vanish_and_training_continues(optimizer_name: str) -> None:
     model = Small()
@@ -256,8 +239,6 @@ def test_an_optimizer_that_lacks_what_changes_is_refused() -> None:
     others = SGD([parameter for name, parameter in model.named_parameters() if not name.startswith("table")], lr=0.1)
     with pytest.raises(ValueError, match=r"'table.core_0' is in no parameter group of this SGD"):
         truncate_ranks_(model, others, threshold=1e-6)
-    with pytest.raises(ValueError, match=r"'table.core_0' is in no parameter group of this SGD"):
-        grow_ranks_(model, {"table": model.table.shape.ranks}, others)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the import imports

@@ -379,7 +379,8 @@ def test_table_configs_name_table_and_mistake(arguments: dict, message: str) -> 
 
 def test_a_plan_made_ahead_is_found_by_its_batch(random_jagged: MakeJagged, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"], tt_ranks=3)]
-    collection, other = TTEmbeddingBagCollection(tables), TTEmbeddingBagCollection(tables)
+    collection = TTEmbeddingBagCollection(tables)
+    other = TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4), table("b", ["g"], rows=211, tt_ranks=3)])
     features = random_jagged(limits(tables), 5)
     expected = collection(features).values()
     collection.plan_ahead(features)
@@ -399,10 +400,5 @@ def test_a_plan_made_ahead_is_not_used_for_other_ids(random_jagged: MakeJagged) 
     values = torch.tensor([1, 2, 3, 4])
     features = KeyedJaggedTensor(keys=["f", "g"], values=values, lengths=torch.tensor([2, 2]))
     collection.plan_ahead(features)
-    for other in (
-        KeyedJaggedTensor(keys=["f", "g"], values=values, lengths=torch.tensor([1, 3])),
-        KeyedJaggedTensor(keys=["g", "f"], values=values, lengths=torch.tensor([2, 2])),
-    ):
-        assert torch.equal(collection(other).values(), collection(other, collection.plan(other)).values())
     values.copy_(torch.tensor([5, 6, 7, 8]))
     assert torch.equal(collection(features).values(), collection(features, collection.plan(features)).values())

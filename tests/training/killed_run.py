@@ -18,20 +18,20 @@ from comera_rec.training.trainer import Trainer
 
 
 def kill_at(step: int, where: str) -> None:
-    trained, synced = Trainer._step, checkpoint._checksum
-    at = {"step": 0}
+    train, checksum = Trainer._step, checkpoint._checksum
+    taken = 0
 
-    def train_step(self: Trainer, batch: Any) -> Any:
-        loss = trained(self, batch)
-        at["step"] = self.steps
-        if where == "step" and self.steps == step:
+    def train_step(self: Trainer, batches: Any) -> Any:
+        nonlocal taken
+        loss, taken = train(self, batches), self.steps
+        if where == "step" and taken == step:
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
     def written(path: Path) -> int:
-        if where == "checkpoint" and at["step"] >= step:
+        if where == "checkpoint" and taken >= step:
             os.kill(os.getpid(), signal.SIGKILL)
-        return synced(path)
+        return checksum(path)
 
     Trainer._step = train_step  # type: ignore[method-assign]
     checkpoint._checksum = written

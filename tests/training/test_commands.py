@@ -22,6 +22,7 @@ from comera_rec.training.runs import load_run
 from comera_rec.training.trainer import Trainer
 from comera_rec.tt import factorize
 from data_pipeline.manifest import read_manifest
+from tests.training.run_folders import DENSE
 
 
 def call(*arguments: str) -> int:
@@ -34,6 +35,8 @@ def test_train_evaluate_report_export(
     config_file: Path, data_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
+    run.mkdir()
+    (run / "train.log").write_text("")  # may stay
     assert call("train", "--config", str(config_file)) == 0
     assert "12 steps, test AUC" in capsys.readouterr().out
     assert "<svg" in (run / "report.html").read_text()
@@ -82,6 +85,11 @@ def test_train_evaluate_report_export(
         (["train", "--config", "{config}", "output=/dev/null/run"], "/dev/null/run"),
         (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint"),
         (["evaluate", "--checkpoint", "{tmp}", "--data", "{data}", "--split", "exam"], "split 'exam' is not in"),
+        (
+            ["train", "--config", "{config}", "ranks.early_steps=3", *DENSE],
+            "neither tables nor linear layers have any: add ranks=none",
+        ),
+        (["serve", "--model", "{tmp}"], "is a folder: give a MODEL.pt2 that `comera export` wrote from it"),
         (["report", "--run", "{tmp}/nowhere"], "nowhere"),
         (["report", "--run", "{tmp}/nowhere", "--truth", "{config}"], "is not what `comera synth` wrote beside its log"),
         (["train", "--config", "{data}/train/part-00000.parquet"], "can't be parsed"),
@@ -170,26 +178,6 @@ def test_no_command_replaces_files_of_something_else(
     assert call("report", "--run", run, "--run", run) == 0
 
 
-def test_a_log_in_the_folder_of_a_run_may_stay(config_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "logged").mkdir()
-    (tmp_path / "logged" / "train.log").write_text("")
-    assert call("train", "--config", str(config_file), "--output", str(tmp_path / "logged")) == 0
-
-
-def test_ranks_need_something_that_has_some(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    formats = ("tables.format=dense", "linears.format=dense")
-    assert (
-        call("train", "--config", str(config_file), "ranks.early_steps=3", "ranks.late_steps=3", "ranks.target_size=0.5", *formats)
-        == 2
-    )
-    assert "[ranks] adapts TT ranks, and neither tables nor linear layers have any: add ranks=none" in capsys.readouterr().err
-
-
-def test_a_folder_is_no_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("serve", "--model", str(tmp_path)) == 2
-    assert f"{tmp_path} is a folder: give a MODEL.pt2 that `comera export` wrote from it" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("call_it", "ours", "message"),
     [
@@ -207,7 +195,7 @@ def test_a_folder_is_no_package(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_bugs_show_a_traceback(
     call_it: Callable[[], object], ours: bool, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("comera_rec.cli.training_run.load_config", lambda *_: call_it())
+    monkeypatch.setattr("comera_rec.cli.train.load_config", lambda *_: call_it())
     expected = SystemExit if ours else ValueError
     with pytest.raises(expected) as stop:
         main(["train", "--config", __file__])
@@ -236,44 +224,10 @@ def test_a_record_that_does_not_fit_its_checkpoint_is_refused_in_one_line(config
             load_run(tmp_path / "run")
 
 
-def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call() == 2
-    assert "Commands:\n  synth" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("variable", "text"), [("WORLD_SIZE", "2"), ("WORLD_SIZE", "two")])
-def test_missing_variables_of_torchrun_are_named(
-    config_file: Path, variable: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, text)
-    assert call("train", "--config", str(config_file)) == 2
-    error = capsys.readouterr().err
-    assert "launch with torchrun, or unset" in error
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize("command", ["train", "evaluate", "compress", "report", "export"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(command, "--help") == 0
     assert f"comera {command} --" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [["dcn", "model.cross_rank=4"], ["deepfm", "model.over_arch=[40]"], ["wide_deep", "model.wide_buckets=50"]],
-    ids=lambda s: s[0],
-)
-def test_other_architectures_are_trained(
-    settings: list[str], tmp_path: Path, config_file: Path, data_set: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["train", "--config", str(config_file), f"model.architecture={settings[0]}"]
-    assert call(*command, *settings[1:]) == 0
-    assert "12 steps, test AUC" in capsys.readouterr().out
-    assert call("evaluate", "--checkpoint", str(tmp_path / "run"), "--data", str(data_set)) == 0
-    assert call("train", "--config", str(config_file), "model.architecture=deepfm", "model.over_arch=[32,32]") == 2
-    assert "model.over_arch is [32, 32]: give exactly one layer size for DeepFM" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [{"site": "category", "ad": "category"}, {"tags": "list"}, {"ad": "category"}])

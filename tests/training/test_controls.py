@@ -1,4 +1,4 @@
-"""Controls of a run: clipping, accumulation, weight decay, the best checkpoint, early stopping."""
+"""Controls of a run: learning rates, clipping, accumulation, weight decay, the best checkpoint, early stopping."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 from comera_rec.cli.main import main
 from comera_rec.training import evaluation
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint
-from comera_rec.training.config import load_config
+from comera_rec.training.config import OptimizerConfig, load_config
 from comera_rec.training.evaluation import BestSoFar, evaluate
 from comera_rec.training.runs import load_run, open_run
+from comera_rec.training.step import rate_factor
 from comera_rec.training.trainer import Trainer
+from tests.training.run_folders import DENSE, losses, validation
 
 # Learning rates at which the first steps are the best.
 OVERSHOOTING = ["training.eval_every=2", "training.keep_best=true", "optimizer.lr_dense=0.5", "optimizer.lr_cores=0.5"]
@@ -28,17 +30,30 @@ def run(config_file: Path, *overrides: str) -> tuple[Trainer, dict[str, Any]]:
     return trainer, trainer.train()
 
 
-def lines(trainer: Trainer, kind: str) -> list[dict[str, Any]]:
-    entries = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in entries if line["kind"] == kind]
+def factors(total_steps: int = 10, **schedule: float) -> list[float]:
+    return [rate_factor(OptimizerConfig(**schedule), number, total_steps) for number in range(1, total_steps + 1)]  # type: ignore[arg-type]
 
 
-def validation(trainer: Trainer) -> dict[int, float]:
-    return {line["step"]: line["ne"] for line in lines(trainer, "eval") if line["split"] == "val"}
+def test_rates_rise_stay_and_fall() -> None:
+    assert factors() == [1.0] * 10
+    assert factors(warmup_steps=3) == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 7)
+    assert factors(decay=0.5) == pytest.approx([1.0] * 6 + [0.8, 0.6, 0.4, 0.2])
+    assert factors(decay=1.0, warmup_steps=1) == pytest.approx([0.5, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+    assert min(factors(decay=0.001)) > 0
 
 
-def losses(trainer: Trainer) -> list[float]:
-    return [line["loss"] for line in lines(trainer, "train")]
+def test_a_run_ends_at_small_rates_for_tables_updated_in_backward_too(config_file: Path) -> None:
+    moves = []
+    for overrides in ([], ["optimizer.decay=1"]):
+        settings = [*DENSE, "training.steps=8", "optimizer.lr_dense=0.008", *overrides]
+        trainer = Trainer(load_config(config_file, settings))
+        table = next(table for name, table in trainer.model.state_dict().items() if name.endswith("embedding_bags.C1.weight"))
+        before = table.clone()
+        trainer.step(8, iter(trainer.loader))
+        moves.append(table - before)
+    assert {group["name"]: group["lr"] for group in trainer.optimizer.param_groups}["dense"] == pytest.approx(0.001)
+    assert moves[0].abs().max() > 0
+    torch.testing.assert_close(moves[1], moves[0] / 8)
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
@@ -59,10 +74,10 @@ def test_parts_add_up_to_the_step_of_the_whole_batch(config_file: Path, tmp_path
     whole, _ = run(config_file, *settings, f"output={tmp_path / 'whole'}")
     parts, _ = run(config_file, *settings, "training.accumulation=4", f"output={tmp_path / 'parts'}")
     assert parts.loader.batches.batch_size == 32
-    assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
+    assert losses(parts.folder) == pytest.approx(losses(whole.folder), rel=1e-4)
     if price:
         unpriced, _ = run(config_file, *settings[:2], *settings[-2:], f"output={tmp_path / 'unpriced'}")
-        assert losses(unpriced) != pytest.approx(losses(whole), rel=1e-4)
+        assert losses(unpriced.folder) != pytest.approx(losses(whole.folder), rel=1e-4)
 
 
 def test_a_batch_that_cannot_be_divided(config_file: Path) -> None:
@@ -90,7 +105,7 @@ def _weights(trainer: Trainer, kind: str) -> torch.Tensor:
 
 def test_the_best_checkpoint_is_kept_and_loaded(config_file: Path, data_set: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, result = run(config_file, *OVERSHOOTING, "training.keep_checkpoints=1")
-    measured = validation(trainer)
+    measured = validation(trainer.folder)
     best = min(measured, key=lambda step: measured[step])
     assert best < 8, measured
     assert result["best_step"] == best
@@ -119,19 +134,16 @@ def test_the_best_checkpoint_is_kept_and_loaded(config_file: Path, data_set: Pat
 def test_patience_ends_a_run_that_resumes_as_if_it_had_never_stopped(config_file: Path, tmp_path: Path) -> None:
     settings = [*OVERSHOOTING, "training.patience=2"]
     trainer, result = run(config_file, *settings)
-    measured = validation(trainer)
+    measured = validation(trainer.folder)
     best = min(measured, key=lambda step: measured[step])
     assert list(measured) == list(range(2, best + 5, 2))
     assert result["steps"] == best + 4 < 12
-    before = (trainer.folder / "metrics.jsonl").read_text()
     assert run(config_file, *settings)[1] == result
-    assert (trainer.folder / "metrics.jsonl").read_text() == before
 
     part = [f"output={tmp_path / 'part'}"]
-    first, _ = run(config_file, *settings, *part, f"training.steps={best + 2}")
-    (first.folder / "result.json").unlink()
+    run(config_file, *settings, *part, f"training.steps={best + 2}")
     resumed, again = run(config_file, *settings, *part)
-    assert validation(resumed) == measured
+    assert validation(resumed.folder) == measured
     assert {key: again[key] for key in ("ne", "auc", "steps", "best_step")} == {
         key: result[key] for key in ("ne", "auc", "steps", "best_step")
     }
@@ -140,7 +152,7 @@ def test_patience_ends_a_run_that_resumes_as_if_it_had_never_stopped(config_file
 def test_no_checkpoint_is_the_best_while_ranks_shrink(config_file: Path) -> None:
     ranks = ["ranks.early_steps=2", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=2"]
     trainer, result = run(config_file, *OVERSHOOTING, "training.patience=2", *ranks)
-    measured = validation(trainer)
+    measured = validation(trainer.folder)
     assert result["best_step"] == min((step for step in measured if step >= 8), key=lambda step: measured[step])
     assert min(measured, key=lambda step: measured[step]) < 8
 
@@ -149,14 +161,6 @@ def test_best_so_far() -> None:
     best = BestSoFar()
     assert [best.observe(step, ne) for step, ne in ((1, 0.9), (2, 0.9), (3, 0.8), (4, 0.85))] == [True, False, True, False]
     assert best == BestSoFar(step=3, ne=0.8, since=1)
-
-
-@pytest.mark.parametrize("key", ["keep_best=true", "patience=3"])
-def test_settings_that_need_evaluations_require_them(config_file: Path, key: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"training\.(keep_best|patience) is .* but nothing is evaluated: set training\.eval_every"
-    ):
-        load_config(config_file, [f"training.{key}"])
 
 
 def test_large_splits_are_evaluated_in_bins(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run that resumes: lines after its step are dropped, and the file is complete at every moment."""
+"""metrics.jsonl of a run that resumes is complete at every moment; progress where there is no terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from comera_rec.training.log import MetricsLog
+from comera_rec.training import log as log_module
+from comera_rec.training.log import MetricsLog, Progress
 
 LINES = "".join(
     json.dumps({"kind": kind, "step": step, "loss": 0.5}) + "\n" for step in range(1, 501) for kind in ("train", "eval")
@@ -42,3 +43,18 @@ def test_a_run_killed_while_lines_are_dropped_keeps_them_all(tmp_path: Path, mon
         with pytest.raises(KeyboardInterrupt):
             MetricsLog(tmp_path, 499)
     assert (tmp_path / "metrics.jsonl").read_text() == LINES
+
+
+def test_lines_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for shown in (True, False):  # process 0, and another
+        seconds = iter([0.0, 4.0, 10.0, 12.0, 30.0])
+        monkeypatch.setattr(log_module.time, "monotonic", lambda seconds=seconds: next(seconds))
+        with Progress("first", 20, 2_000, shown=shown) as progress:
+            for step in (30, 40, 50, 60):  # after 4, 10, 12 and 30 seconds
+                progress.step()
+                progress.observe(step, 1 / step)
+        assert capsys.readouterr().err.splitlines() == shown * [
+            "first: resuming from step 20 of 2,000",
+            "first: step 40 of 2,000, loss 0.0250, 0.5 s a step",
+            "first: step 60 of 2,000, loss 0.0167, 1 s a step",
+        ]

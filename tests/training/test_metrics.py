@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import math
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from comera_rec.testing import run as run_processes
 from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics
 
 
@@ -120,28 +117,19 @@ def example() -> tuple[Tensor, Tensor]:
     return torch.linspace(-1, 1, 10).sin(), torch.arange(10) % 3 == 1
 
 
-def compute_on_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)  # the parent's thread pool did not survive the fork
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
-    )
+def compute(rank: int) -> list[dict[str, float | int]]:
     computed = []
     for metrics in (BinaryMetrics(), BinnedMetrics()):
         metrics.update(*(part[:3] if rank == 0 else part[3:] for part in example()))
         computed.append(metrics.compute())
-    torch.save(computed, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return computed
 
 
 @pytest.mark.distributed
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # spawning would import torch twice, which takes seconds
-def test_processes_with_unequal_rows_get_the_metrics_of_all_rows(tmp_path: Path) -> None:
-    torch.multiprocessing.start_processes(compute_on_rank, (str(tmp_path),), nprocs=2, start_method="fork")
+def test_processes_with_unequal_rows_get_the_metrics_of_all_rows() -> None:
     binned = BinnedMetrics()
     binned.update(*example())
-    for rank in range(2):
-        exact, of_bins = torch.load(tmp_path / f"{rank}.pt")
+    for exact, of_bins in run_processes(2, compute):
         assert exact == pytest.approx(metrics_of(*example()), rel=1e-12)
         assert of_bins == pytest.approx(binned.compute(), rel=1e-12)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.training import trainer as trainer_module
-from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
+from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import evaluate
 from comera_rec.training.metrics import BinaryMetrics
@@ -25,14 +26,14 @@ from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
 from data_pipeline.synth import SynthOptions, synth
+from tests.training.run_folders import DENSE, assert_same_run, lines, losses, validation, weights
 
 RANKS = ["ranks.early_steps=4", "ranks.late_steps=4", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.threshold=0.9"]
 FORMATS = {
     "compressed": [],
-    "ranks": RANKS,
-    "hot rows": ["tables.hot_rows=0.5", *RANKS],
-    "adam": ["optimizer.name=adam"],
-    "dense": ["tables.format=dense", "linears.format=dense"],
+    "hot rows that shrink": ["tables.hot_rows=0.5", *RANKS],
+    "adagrad": ["optimizer.name=adagrad"],
+    "dense": DENSE,
     "off": ["tables.format=off"],
 }
 
@@ -42,40 +43,41 @@ def run(config_file: Path, *overrides: str) -> tuple[Path, dict[str, Any]]:
     return Path(config.output), Trainer(config).train()
 
 
-def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("step_ms", "memory_mib")} for line in lines if line["kind"] == kind]
+def after_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[Trainer, torch.Tensor], torch.Tensor | None]) -> None:
+    """Let a trainer call `act(trainer, loss)` after a step; what it returns, if anything, replaces the loss."""
+    step = Trainer._step
+
+    def noted(self: Trainer, batches: Any) -> torch.Tensor:
+        loss = step(self, batches)
+        changed = act(self, loss) if self.steps == number else None
+        return loss if changed is None else changed
+
+    monkeypatch.setattr(Trainer, "_step", noted)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights in a run's last checkpoint."""
-    path = latest_checkpoint(folder / "checkpoints")
-    assert path is not None
-    checkpoint = open_checkpoint(path)
-    saved = checkpoint.read([name for name in checkpoint.sizes if name.startswith("model/")])
-    return {name.removeprefix("model/"): value for name, value in saved.items()}
+def terminate(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("overrides", FORMATS.values(), ids=FORMATS)
-def test_resumed_run_equals_unbroken_run(config_file: Path, tmp_path: Path, overrides: list[str]) -> None:
+def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_holds(
+    config_file: Path, tmp_path: Path, overrides: list[str]
+) -> None:
     whole, result = run(config_file, *overrides, f"output={tmp_path / 'whole'}")
     part, _ = run(config_file, *overrides, f"output={tmp_path / 'part'}", "training.steps=6")
-    (part / "result.json").unlink()
     _, resumed = run(config_file, *overrides, f"output={part}")
-    assert metrics(part, "train") == metrics(whole, "train")
-    assert metrics(part, "ranks") == metrics(whole, "ranks")
+    assert lines(part, "train") == lines(whole, "train")
+    assert lines(part, "ranks") == lines(whole, "ranks")
     for name in ("auc", "ne", "logloss", "params", "bytes"):
         assert resumed[name] == result[name], name
-    states = [weights(folder) for folder in (whole, part)]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    state = weights(whole)
+    assert all(torch.equal(value, weights(part)[name]) for name, value in state.items())
 
-
-def test_a_damaged_result_is_made_again(config_file: Path) -> None:
-    folder, result = run(config_file)
-    for damage in ('{"name": "ru', "null", "\\udcff"):
-        (folder / "result.json").write_text(damage, errors="surrogateescape")
-        assert run(config_file)[1]["ne"] == result["ne"]
-        assert json.loads((folder / "result.json").read_text())["ne"] == result["ne"]
+    for layer in result["layers"]:
+        of_layer = [tensor for name, tensor in state.items() if name.rpartition(".")[0] == layer["name"]]
+        assert layer["params"] == sum(tensor.numel() for tensor in of_layer), layer["name"]
+        assert layer["bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in of_layer), layer["name"]
+    assert result["params"] == sum(tensor.numel() for tensor in state.values())
 
 
 def test_a_model_without_inputs_and_a_file_as_output_are_refused(config_file: Path, tmp_path: Path) -> None:
@@ -83,55 +85,40 @@ def test_a_model_without_inputs_and_a_file_as_output_are_refused(config_file: Pa
     log.write_text("label,color\n" + "1,red\n0,blue\n" * 200)
     (tmp_path / "schema.toml").write_text('separator = ","\nheader = true\n[columns]\nlabel = "label"\ncolor = "category"\n')
     preprocess(PreprocessOptions(inputs=(log,), output=data, schema=read_schema(tmp_path / "schema.toml")))
-    for overrides, message in (
-        ([f"output={config_file}"], "run.toml, which is a file: give a folder"),
-        (['output=""'], "output is empty: give the run's folder"),
-        (
-            ["tables.format=off", f"data.path={data}"],
-            "no numbers has no numbers, so nothing is left to learn from: use tt or dense",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(config_file, *overrides)
+    with pytest.raises(ValueError, match=r"run.toml, which is a file: give a folder"):
+        run(config_file, f"output={config_file}")
+    with pytest.raises(ValueError, match="no numbers has no numbers, so nothing is left to learn from: use tt or dense"):
+        run(config_file, "tables.format=off", f"data.path={data}")
 
 
-def test_ranks_shrink_to_the_target(config_file: Path) -> None:
-    folder, _ = run(config_file, *RANKS)
-    history = metrics(folder, "ranks")
-    assert history[0]["stage"] == "early"
-    assert history[-1]["stage"] == "done"
+def test_ranks_shrink_to_the_target_and_a_loaded_run_predicts_as_it_was_trained(config_file: Path) -> None:
+    config = load_config(config_file, RANKS)
+    trainer = Trainer(config)
+    result = trainer.train()
+    history = lines(trainer.folder, "ranks")
+    assert [history[0]["stage"], history[-1]["stage"]] == ["early", "done"]
     target = history[-1]["target_params"]
     assert target < history[0]["params"]
     assert abs(history[-1]["params"] - target) <= 0.02 * target
+
+    model, _, _ = load_run(config.output)
+    again = evaluate(model, trainer._batches("test", shuffle=False), torch.device("cpu"))
+    assert again["auc"] == pytest.approx(result["auc"], abs=1e-6)
+    assert again["ne"] == pytest.approx(result["ne"], rel=1e-5)
 
 
 def test_a_run_too_short_for_its_schedule_says_so(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(config_file, *RANKS, "ranks.late_steps=9")
     printed = capsys.readouterr().err
     assert "the run ended after 12 steps, in the late stage of its ranks, which reach their final size after 13:" in printed
-    run(config_file, *RANKS, "training.steps=13", "ranks.late_steps=9", f"output={config_file.parent / 'long enough'}")
-    assert "the run ended" not in capsys.readouterr().err
 
 
 def test_a_run_that_ends_above_its_target_size_says_so(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["ranks.early_steps=4", "ranks.late_steps=4", "ranks.target_params=200", "ranks.truncate_every=2"]
-    _, result = run(config_file, *settings, "ranks.objective=achievement")
-    params = sum(layer["params"] for layer in result["layers"] if layer["ranks"])
-    assert params > 200
+    run(config_file, *settings, "ranks.objective=achievement")
     assert "above their target of 200: start a new run with" in capsys.readouterr().err
     run(config_file, *settings, f"output={config_file.parent / 'budget'}")
     assert "above their target" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("overrides", FORMATS.values(), ids=FORMATS)
-def test_reported_sizes_are_those_of_the_checkpoint(config_file: Path, overrides: list[str]) -> None:
-    folder, result = run(config_file, *overrides)
-    state = weights(folder)
-    for layer in result["layers"]:
-        tensors = [tensor for name, tensor in state.items() if name.rpartition(".")[0] == layer["name"]]
-        assert layer["params"] == sum(tensor.numel() for tensor in tensors), layer["name"]
-        assert layer["bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in tensors), layer["name"]
-    assert result["params"] == sum(tensor.numel() for tensor in state.values())
 
 
 @pytest.mark.parametrize(("cores", "ahead"), [(1, False), (2, True)])
@@ -154,64 +141,27 @@ def test_plans_are_made_ahead_if_a_core_is_idle(
 
 def test_loss_falls(config_file: Path) -> None:
     folder, result = run(config_file, "training.steps=60", "training.eval_every=20")
-    losses = [line["loss"] for line in metrics(folder, "train")]
-    assert sum(losses[-3:]) < sum(losses[:3])
+    assert sum(losses(folder)[-3:]) < sum(losses(folder)[:3])
     assert result["auc"] > 0.55
-    assert [line["step"] for line in metrics(folder, "eval")] == [20, 40, 60, 60]
+    assert list(validation(folder)) == [20, 40, 60]
     assert any((folder / "tensorboard").iterdir())
-
-
-def test_loaded_run_predicts_as_it_was_trained(config_file: Path) -> None:
-    config = load_config(config_file, RANKS)
-    trainer = Trainer(config)
-    result = trainer.train()
-    model, _, _ = load_run(config.output)
-    again = evaluate(model, trainer._batches("test", shuffle=False), torch.device("cpu"))
-    assert again["auc"] == pytest.approx(result["auc"], abs=1e-6)
-    assert again["ne"] == pytest.approx(result["ne"], rel=1e-5)
-
-
-def test_a_run_that_an_earlier_version_wrote_into_the_current_folder_is_loaded(config_file: Path) -> None:
-    folder, _ = run(config_file, "training.steps=1")
-    path = latest_checkpoint(folder / "checkpoints")
-    assert path is not None
-    saved = json.loads((path / "record.json").read_text())
-    del saved["record_checksum"]
-    saved["record"]["config"]["output"] = ""
-    (path / "record.json").write_text(json.dumps(saved))
-    assert load_run(folder)[1].seed == 3
 
 
 def test_sigterm_leaves_a_checkpoint_and_the_run_resumes(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = run(config_file, f"output={tmp_path / 'whole'}")
-    step = Trainer._step
-
-    def terminate_at_five(self: Trainer, batch: Any) -> torch.Tensor:
-        loss = step(self, batch)
-        if self.steps == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss
-
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", terminate_at_five)
+        after_step(patch, 5, terminate)
         with pytest.raises(Interrupted, match="stopped by SIGTERM at step 5 with a checkpoint") as stop:
             run(config_file)
     assert stop.value.exit_status == 143
     folder, _ = run(config_file)
-    finals = [weights(f) for f in (whole, folder)]
-    assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
+    assert all(torch.equal(value, weights(folder)[name]) for name, value in weights(whole).items())
 
 
-def test_diverging_run_stops_and_keeps_the_last_good_checkpoint(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Trainer._step
-
-    def poison_at_eight(self: Trainer, batch: Any) -> torch.Tensor:
-        loss = step(self, batch)
-        return loss * float("nan") if self.steps == 8 else loss
-
-    monkeypatch.setattr(Trainer, "_step", poison_at_eight)
+def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    after_step(monkeypatch, 8, lambda trainer, loss: loss * float("nan"))
     with pytest.raises(Diverged, match=r"the loss is nan at step 8: .*step_00000006"):
         run(config_file)
     folder = Path(load_config(config_file).output)
@@ -220,46 +170,33 @@ def test_diverging_run_stops_and_keeps_the_last_good_checkpoint(config_file: Pat
 
 
 def test_weights_that_are_not_finite_are_not_saved(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Trainer._step
+    def poison(trainer: Trainer, loss: torch.Tensor) -> None:  # the loss is that of the previous weights
+        next(trainer.module.parameters()).data[0] = float("nan")
 
-    def poison_at_twelve(self: Trainer, batch: Any) -> torch.Tensor:
-        loss = step(self, batch)
-        if self.steps == 12:  # the loss is that of the previous weights
-            next(self.module.parameters()).data[0] = float("nan")
-        return loss
-
-    monkeypatch.setattr(Trainer, "_step", poison_at_twelve)
+    after_step(monkeypatch, 12, poison)
     with pytest.raises(Diverged, match=r"^weights .* are not finite at step 12: .* the last good checkpoint is .*step_00000006"):
         run(config_file)
     folder = Path(load_config(config_file).output)
     assert all(weight.isfinite().all() for weight in weights(folder).values())
 
 
+@pytest.mark.parametrize("last_step", [4, 12])
 def test_sigterm_stops_an_evaluation_and_the_next_run_repeats_it(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_step: int
 ) -> None:
     evaluating = ["training.eval_every=4", "data.eval_batch_size=100"]
     whole, _ = run(config_file, *evaluating, f"output={tmp_path / 'whole'}")
+    if last_step == 12:
+        run(config_file, *evaluating, "training.steps=11")
     update = BinaryMetrics.update
-
-    def terminate(self: BinaryMetrics, *batch: torch.Tensor) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        update(self, *batch)
-
-    for last_step in (4, 12):
-        with monkeypatch.context() as patch:
-            patch.setattr(BinaryMetrics, "update", terminate)
-            with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {last_step} with a checkpoint"):
-                run(config_file, *evaluating)
-        folder = Path(load_config(config_file).output)
-        assert latest_checkpoint(folder / "checkpoints") == folder / "checkpoints" / f"step_{last_step:08d}"
-        if last_step == 4:
+    with monkeypatch.context() as patch:
+        patch.setattr(BinaryMetrics, "update", lambda *batch: terminate() or update(*batch))
+        with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {last_step} with a checkpoint"):
             run(config_file, *evaluating)
-            assert metrics(folder, "eval") == metrics(whole, "eval")
-            shutil.rmtree(folder)
-            run(config_file, *evaluating, "training.steps=11")
-    run(config_file, *evaluating)
-    assert [(line["step"], line["split"]) for line in metrics(folder, "eval")][-2:] == [(12, "val"), (12, "test")]
+    folder, _ = run(config_file, *evaluating)
+    if last_step == 4:
+        assert_same_run(folder, whole)
+    assert [(line["step"], line["split"]) for line in lines(folder, "eval")][-2:] == [(12, "val"), (12, "test")]
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
@@ -276,37 +213,30 @@ def test_a_second_ctrl_c_ends_the_process_at_once(second: signal.Signals) -> Non
     assert os.waitstatus_to_exitcode(status) == (-signal.SIGINT if second == signal.SIGINT else 17)
 
 
-def test_folder_of_another_run_is_refused(config_file: Path, data_set: Path, tmp_path: Path) -> None:
-    run(config_file)
+def test_a_run_resumes_with_moved_data_but_not_with_other_data_or_settings(
+    config_file: Path, data_set: Path, tmp_path: Path
+) -> None:
+    run(config_file, "training.steps=3")
     with pytest.raises(ValueError, match=r"holds another run: its config differs in seed, tables, data\.batch_size"):
         run(config_file, "seed=4", "tables.tt_ranks=2", "data.batch_size=32")
     with pytest.raises(ValueError, match=r"its config differs in training\.accumulation;"):
         run(config_file, "training.accumulation=2")
-    other = tmp_path / "other"
-    shutil.copytree(data_set, other)
-    manifest = json.loads((other / "manifest.json").read_text())
-    manifest["categorical_columns"][0]["num_embeddings"] += 1
-    (other / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"was trained on other data than .*other holds \(they differ in C1\)"):
-        run(config_file, f"data.path={other}")
-
-
-def test_a_run_resumes_with_moved_data_but_not_with_other_data(config_file: Path, data_set: Path, tmp_path: Path) -> None:
-    run(config_file, "training.steps=3")
     moved = tmp_path / "moved"
     shutil.copytree(data_set, moved)
     elsewhere = [f"data.path={moved}", "data.prefetch=2", "data.eval_batch_size=100"]
     assert run(config_file, "training.steps=6", *elsewhere)[1]["steps"] == 6
 
     manifest = json.loads((moved / "manifest.json").read_text())
-    manifest["splits"]["train"]["shards"][0]["sha256"] = "0" * 64
-    (moved / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"was trained on other data than .*moved holds: give the same data set"):
-        run(config_file, *elsewhere)
-    manifest["categorical_columns"][1]["vocabulary"]["sha256"] = "0" * 64
-    (moved / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"was trained on other data than .*moved holds \(they differ in C2\)"):
-        run(config_file, *elsewhere)
+    columns = manifest["categorical_columns"]
+    for change, named in (
+        (lambda: manifest["splits"]["train"]["shards"][0].update(sha256="0" * 64), ""),
+        (lambda: columns[1]["vocabulary"].update(sha256="0" * 64), r" \(they differ in C2\)"),
+        (lambda: columns[0].update(num_embeddings=columns[0]["num_embeddings"] + 1), r" \(they differ in C1, C2\)"),
+    ):
+        change()
+        (moved / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(ValueError, match=rf"was trained on other data than .*moved holds{named}: give the same data set"):
+            run(config_file, *elsewhere)
 
 
 def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None:

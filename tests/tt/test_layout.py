@@ -14,7 +14,7 @@ from torch import Tensor
 
 import comera_rec as cr
 from comera_rec.ops import plan_lookup
-from comera_rec.rank import grow_ranks_, truncate_ranks_
+from comera_rec.rank import truncate_ranks_
 from comera_rec.tt import TTShape, is_slice_major, slice_major
 
 sizes = st.tuples(*[st.integers(0, 4)] * 4)
@@ -59,7 +59,7 @@ def test_the_operators_accept_only_slice_major_cores(order: int, data: st.DataOb
     is_so = cores[k].as_strided((cores[k].numel(),), (1,)).tolist() == stored(cores[k], k, order)
     assert is_slice_major(cores[k], k, order) == is_so
     plan = plan_lookup([torch.tensor([0])], [[m for m, _ in modes]])
-    arguments = (cores, [], list(plan), torch.tensor([0, 1]), None, False, 1, 1, [])
+    arguments = (cores, [], list(plan), torch.tensor([0, 1]), None, False, 1, 1, [], [])
     if is_so:
         torch.ops.comera_rec.pool(*arguments)
     else:
@@ -122,13 +122,10 @@ def test_tables_of_other_ranks_keep_their_cores_slice_major(order: int) -> None:
         table.rank_1[1] = 0.0
     truncate_ranks_(table, optimizer, threshold=0.1)
     assert table.shape.ranks[0] == 2
-    for ranks in (table.shape.ranks, shape.ranks):
-        assert table.shape.ranks == ranks
-        assert are_slice_major(table)
-        for core in table.cores():
-            for tensor in (core.grad, optimizer.state[core]["exp_avg"], optimizer.state[core]["exp_avg_sq"]):
-                assert tensor.stride() == core.stride()
-        other = cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape)
-        other.load_state_dict(table.state_dict())
-        assert are_slice_major(other)
-        grow_ranks_(table, {"": shape.ranks}, optimizer)
+    assert are_slice_major(table)
+    for core in table.cores():
+        for tensor in (core.grad, optimizer.state[core]["exp_avg"], optimizer.state[core]["exp_avg_sq"]):
+            assert tensor.stride() == core.stride()
+    other = cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape)
+    other.load_state_dict(table.state_dict())
+    assert are_slice_major(other)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from comera_rec.tt import LookupCost, TTShape, factorize, max_ranks, table_candidates
+from comera_rec.tt import TTShape, factorize, max_ranks
 
 
 @given(size=st.one_of(st.tuples(st.integers(1, 10**9), st.integers(1, 4)), st.tuples(st.integers(1, 10_000), st.integers(5, 8))))
@@ -145,55 +145,13 @@ def test_a_budget_is_never_exceeded_and_nearly_used(rows: int, dim: int, saving:
     assert larger.num_params > budget or larger == shape, "no larger rank fits"
 
 
-TABLES = [(10_131_227, 64), (1_000_000, 128), (100_000_000, 32), (30_000, 16), (999_983, 17), (500, 1), (3, 7)]
-
-
-@pytest.mark.parametrize("saving", [1, 20, 300])
-@pytest.mark.parametrize(("rows", "dim"), TABLES)
-def test_candidates_have_the_same_size_and_the_fastest_is_chosen(rows: int, dim: int, saving: int) -> None:
-    budget = max(60, rows * dim // saving)
-    candidates = table_candidates(rows, dim, budget)
-    most = max(shape.num_params for shape in candidates)
-    assert len(set(candidates)) == len(candidates)
-    for shape in candidates:
-        assert shape.num_rows >= rows
-        assert shape.num_cols >= dim
-        assert shape.num_params <= budget
-        holds_any_table = shape.ranks == max_ranks(shape.row_shape, shape.col_shape)
-        assert shape.num_params >= 0.8 * most or holds_any_table
-    choice = TTShape.for_table(rows, dim, budget_params=budget)
-    cost = LookupCost()
-    times = [cost.milliseconds(shape.row_shape, shape.col_shape, shape.ranks) for shape in candidates]
-    assert choice == candidates[times.index(min(times))]
-
-
-@pytest.mark.parametrize("order", [2, 3, 4])
-@pytest.mark.parametrize(("rows", "dim"), TABLES)
-def test_a_budget_is_spent_on_the_requested_order(rows: int, dim: int, order: int) -> None:
-    small, large = (
-        TTShape.for_table(rows, dim, budget_params=budget, order=order) for budget in (rows * dim + 60, rows * dim * 2 + 120)
-    )
-    assert small.order == large.order == order
-    assert {shape.order for shape in table_candidates(rows, dim, rows * dim + 60, (order,))} == {order}
-
-
-def test_column_modes_of_candidates_are_ordered_factorizations() -> None:
-    modes = {shape.col_shape for shape in table_candidates(1_000_000, 64, 640_000)}
-    assert modes >= {(1, 64), (2, 32), (4, 16), (16, 4), (4, 4, 4), (2, 4, 8), (8, 2, 4), (2, 2, 16), (2, 2, 4, 4), (8, 2, 2, 2)}
-    assert all(math.prod(col_shape) == 64 for col_shape in modes)
-
-
-def test_candidates_of_any_skew_have_similar_ranks() -> None:
-    ranks = [shape.ranks[0] for shape in table_candidates(10_131_227, 64, 6_483_985, (2,))]
-    assert min(ranks) >= 0.79 * max(ranks)
-
-
 def test_defaults_and_the_order_that_ranks_or_a_budget_imply() -> None:
     assert TTShape.for_table(1_000_000, 64).order == 2
     assert TTShape.for_table(1_000_000, 64).ranks == (16,)
     assert TTShape.for_table(1_000_000, 64, tt_ranks=(4, 5, 6)).ranks == (4, 5, 6)
     assert TTShape.for_table(1_000_000, 64, budget_params=640_000).order == 2
     assert TTShape.for_table(1_000_000, 64, budget_params=8_000).order > 2
+    assert TTShape.for_table(1_000_000, 64, budget_params=640_000, order=4).order == 4
     linear = TTShape.for_linear(1024, 512)
     assert (linear.order, linear.ranks) == (4, (16, 16, 16))
     assert linear.col_shape[:2] == (1, 1) == linear.row_shape[2:]

@@ -6,6 +6,8 @@ are looked up in one call.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,6 @@ from torch import Tensor
 
 from comera_rec.ops.bags import cpu, gpu, reference
 from comera_rec.ops.bags.table import HotBlock, Table
-from comera_rec.ops.gathered_matmul import resolve_impl
 from comera_rec.ops.plan import LookupPlan, PairPlan
 
 MODES = ("sum", "mean", "max")
@@ -75,14 +76,20 @@ def tt_bags(
         weights = weights.to(torch.float32 if impl == "cpu" else first.dtype).contiguous()
     if impl != "cpu" or mode == "max":  # otherwise the CPU operator checks them
         _require_ascending(offsets, plan)
-    options: dict[str, Any] = {"mode": mode, "features": features, "num_cols": num_cols}
-    if impl == "triton":
-        return gpu.pool(unpacked, plan, offsets, weights, update=update_in_backward, **options)
-    if isinstance(plan, PairPlan):
-        raise ValueError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
-    if impl == "reference":
-        return reference.pool(unpacked, plan, offsets, weights, **options)
-    return cpu.pool(unpacked, plan, offsets, weights, update=update_in_backward, **options).to(first.dtype)
+    if impl != "triton":
+        if isinstance(plan, PairPlan):
+            raise ValueError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
+        if impl == "reference":
+            return reference.pool(unpacked, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
+    pool: Any = gpu.pool if impl == "triton" else cpu.pool
+    options: dict[str, Any] = {"num_cols": num_cols, "update": update_in_backward}
+    if mode == "max":  # look up the row of every id, then take maxima over bags
+        ends = torch.arange(plan.num_ids + 1, device=offsets.device)
+        rows = pool(unpacked, plan, ends, None, mode="sum", features=1, **options)
+        bags: Tensor = reference.pool_rows(rows, ends[:-1], offsets, mode=mode, features=features)
+    else:
+        bags = pool(unpacked, plan, offsets, weights, mode=mode, features=features, **options)
+    return bags.to(first.dtype)
 
 
 def resolve_bags_impl(impl: str, device: torch.device, dtype: torch.dtype, order: int) -> str:
@@ -95,14 +102,21 @@ def resolve_bags_impl(impl: str, device: torch.device, dtype: torch.dtype, order
     on_cpu = device.type in ("cpu", "meta")
     if impl == "auto" and on_cpu:
         return "cpu" if dtype in cpu.DTYPES and order > 1 else "reference"
-    if impl != "cpu":
-        return resolve_impl(impl, device, dtype)
-    if not on_cpu:
+    has_triton = importlib.util.find_spec("triton") is not None
+    if impl == "auto":
+        return "triton" if has_triton and device.type == "cuda" and dtype != torch.float64 else "reference"
+    if impl == "cpu" and not on_cpu:
         raise ValueError(f"impl is 'cpu', but the tensors are on {device}: choose 'auto' or 'triton'")
-    if dtype not in cpu.DTYPES or order == 1:
+    if impl == "cpu" and (dtype not in cpu.DTYPES or order == 1):
         raise ValueError(
             f"impl is 'cpu', which takes two to four cores of float32, bfloat16 or float16, not {dtype}: choose 'auto'"
         )
+    if impl == "triton" and dtype == torch.float64:
+        raise ValueError("impl is 'triton', which computes in float32: give float64 to 'reference'")
+    if impl == "triton" and not has_triton:
+        raise ValueError("impl is 'triton', but triton is not installed: install it (pip install triton) or choose 'auto'")
+    if impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("impl is 'triton', which needs a GPU, but the tensors are on cpu: move them there or choose 'auto'")
     return impl
 
 

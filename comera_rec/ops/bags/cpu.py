@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera_rec.ops.bags import reference
 from comera_rec.ops.bags.table import Table
 from comera_rec.ops.bags.updates import Updates, find_updates
 from comera_rec.ops.native import ops
@@ -34,10 +33,6 @@ def pool(
     update: bool = True,
 ) -> Tensor:
     """Pool rows to [B, F * num_cols] float32; arguments as for `tt_bags`, weights in float32."""
-    if mode == "max":  # gather the row of every id, then take maxima over bags
-        ends = torch.arange(plan.num_ids + 1, device=offsets.device)
-        rows = pool(tables, plan, ends, None, mode="sum", features=1, num_cols=num_cols, update=update)
-        return reference.pool_rows(rows, ends[:-1], offsets, mode=mode, features=features)
     order = len(tables[0].cores)
     # Table by table, then A and P of each hot block; diagonals likewise, or none if all of them are ones.
     cores = [slice_major(core, k, order) for table in tables for k, core in enumerate(table.cores)]
@@ -49,8 +44,8 @@ def pool(
         # A contiguous core of a block is slice-major, because its other sizes are 1; this check is the cheapest.
         cores += [core if core.is_contiguous() else slice_major(core, k, 2) for k, core in enumerate(block[:2])]
         diagonals.append(block.diagonal.contiguous())
-    hot = [number for table in tables for number in (len(table.hot), table.first)] if blocks else []
-    settings = (mode == "mean", features, num_cols, hot)
+    hot_blocks, first_rows = ([len(table.hot) for table in tables], [table.first for table in tables]) if blocks else ([], [])
+    settings = (mode == "mean", features, num_cols, hot_blocks, first_rows)
     # Cores that had to be copied into another layout have no optimizer.
     may_update = update and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     updates = find_updates(cores, diagonals) if may_update else None
@@ -76,8 +71,8 @@ def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     num_cores, num_diagonals = ctx.counts
     cores, diagonals, (weights,) = _split(_gradients(ctx, grad), num_cores, num_diagonals)
-    hot: list[None] | None = None if ctx.settings[-1] else []  # torch mistakes an empty list of numbers for one of tensors
-    return cores, diagonals, [None] * _PLAN, None, weights, None, None, None, hot
+    lists: list[None] | None = None if ctx.settings[-1] else []  # torch mistakes an empty list of numbers for one of tensors
+    return cores, diagonals, [None] * _PLAN, None, weights, None, None, None, lists, lists
 
 
 @torch.autograd.function.once_differentiable

@@ -1,7 +1,7 @@
 """Bags of rows on GPUs, by the kernels that `kernel_calls.py` calls; `reference.pool` defines what they compute.
 
 L ids, T tables, F features of B bags each, N columns. A row is a product of a leading and a trailing slice. With a `PairPlan`, one
-kernel reads all tables, which are of order 2, in place; otherwise the halves of rows are formed first. Rows are formed when bags
+kernel reads all tables, which are of order 2, in place; otherwise torch forms the halves of rows first. Rows are formed when bags
 need them and never stored.
 """
 
@@ -15,10 +15,8 @@ from torch import Tensor
 
 from comera_rec.ops.bags import reference
 from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls
-from comera_rec.ops.bags.stack import stack_tables
 from comera_rec.ops.bags.table import Table
 from comera_rec.ops.bags.updates import ROW_WISE, Updates, find_updates, update_kind
-from comera_rec.ops.gathered_matmul import gathered_matmul
 from comera_rec.ops.plan import LookupPlan
 from comera_rec.ops.plan.pairs import PairPlan, pair_up, plan_hot_rows
 from comera_rec.tt import slice_major_together
@@ -36,49 +34,19 @@ def pool(
     update: bool = True,
 ) -> Tensor:
     """Pool rows to [B, F * num_cols]; arguments as for `tt_bags`."""
-    settings = (mode, features, num_cols)
-    if not any(table.hot for table in tables):
-        return _pool_cores(tables, plan, offsets, weights, settings, update=update)
-    if mode == "max":  # of whole rows: pool bags of one id, then take the rows as slices of a table of order 1
-        ends = torch.arange(plan.num_ids + 1, device=offsets.device)
-        rows_LN = pool(tables, plan, ends, None, mode="sum", features=1, num_cols=num_cols, update=update)
-        row_numbers = torch.arange(plan.num_ids, device=offsets.device)
-        pairs = pair_up(row_numbers, torch.zeros_like(row_numbers), (plan.num_ids, 1))
-        one = rows_LN.new_ones(1, 1, 1, 1)
-        return pool_pairs([rows_LN[None, :, :, None]], [one], [], pairs, offsets, None, settings)
-    bags = _pool_cores(tables, plan, offsets, weights, settings, update=update)
-    return bags + _pool_hot_rows(tables, plan, offsets, weights, settings, update=update)
-
-
-def _pool_cores(
-    tables: Sequence[Table], plan: LookupPlan | PairPlan, offsets: Tensor, weights: Tensor | None, settings: Any, *, update: bool
-) -> Tensor:
+    how = (offsets, weights, (mode, features, num_cols))
     if isinstance(plan, PairPlan):
         lefts, rights = zip(*(table.cores for table in tables), strict=True)
         diagonals = [diagonal for table in tables for diagonal in table.diagonals]
-        return pool_pairs(lefts, rights, diagonals, plan, offsets, weights, settings, update=update)
-    if update and torch.is_grad_enabled() and any(update_kind(core) is ROW_WISE for table in tables for core in table.cores):
-        raise ValueError("RowWiseAdagrad in backward on a GPU needs tables of order 2: use Adagrad, or order=2")
-    left, right = _halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
-    p, q = plan.rows.long()[:, plan.inverse.long()]
-    pairs = pair_up(p, q, (left.shape[1], right.shape[1]))
-    return pool_pairs([left], [right], [], pairs, offsets, weights, settings)
-
-
-def _halves(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan) -> tuple[Tensor, Tensor]:
-    """Return the leading halves of the rows of a plan as a core (1, P, n1, r), and the trailing ones as a core (r, Q, n2, 1)."""
-    stacked = stack_tables(cores, diagonals)  # (M_k, r_{k-1}, n_k, r_k)
-    left, right = stacked[0], stacked[-1]
-    if len(stacked) == 1:
-        return left.transpose(0, 1), left.new_ones(1, len(cores), 1, 1)  # each table's only trailing slice
-    if len(stacked) > 2:
-        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), plan.left[0], plan.left[1], "triton", p_ascends=True)
-        left = products.view(products.shape[0], 1, left.shape[2] * stacked[1].shape[2], stacked[1].shape[3])
-    if len(stacked) > 3:
-        fourth, third = plan.right
-        products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth, "triton", p_ascends=True)
-        right = products.view(products.shape[0], stacked[2].shape[1], stacked[2].shape[2] * right.shape[2], 1)
-    return left.transpose(0, 1), right.transpose(0, 1)
+        bags = pool_pairs(lefts, rights, diagonals, plan, *how, update=update)
+    else:
+        if update and torch.is_grad_enabled() and any(update_kind(core) is ROW_WISE for table in tables for core in table.cores):
+            raise ValueError("RowWiseAdagrad in backward on a GPU needs tables of order 2: use Adagrad, or order=2")
+        left, right = reference.make_halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
+        p, q = plan.rows.long()[:, plan.inverse.long()]
+        pairs = pair_up(p, q, (left.shape[0], right.shape[0]))
+        bags = pool_pairs([left[None]], [right.transpose(0, 1)[..., None]], [], pairs, *how)
+    return bags + _pool_hot_rows(tables, plan, *how, update=update) if any(table.hot for table in tables) else bags
 
 
 def _pool_hot_rows(
@@ -137,7 +105,7 @@ def pool_pairs(
         bags: Tensor = _UpdatingPool.apply((settings, plan.counts), updates, handle, *tensors)
     else:
         arguments = ([plan.pairs, plan.slices, plan.order], list(plan.counts), offsets, weights, *settings)
-        bags = _pool(cores, [diagonal.contiguous() for diagonal in diagonals], *arguments)[0]
+        bags, _ = _pool(cores, [diagonal.contiguous() for diagonal in diagonals], *arguments)
     return bags
 
 
@@ -155,14 +123,14 @@ def _laid_out(cores: Sequence[Tensor]) -> list[Tensor]:
 def pool_into_bags(
     cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor], counts: Sequence[int], offsets: Tensor,
     weights: Tensor | None, mode: str, features: int, num_cols: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the results of `KernelCalls.forward`; cores are slice-major."""
     return KernelCalls(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols).forward()
 
 
 _pool = torch.library.custom_op("comera_rec::pool_pairs", pool_into_bags, mutates_args=(), schema=(
     "(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, int[] counts, Tensor offsets, Tensor? weights, str mode, int features, "
-    "int num_cols) -> (Tensor, Tensor, Tensor)"
+    "int num_cols) -> (Tensor, Tensor)"
 ))  # fmt: skip
 
 
@@ -170,12 +138,11 @@ _pool = torch.library.custom_op("comera_rec::pool_pairs", pool_into_bags, mutate
 def _(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols):  # type: ignore[no-untyped-def]
     num_bags = offsets.shape[0] - 1
     out = cores[0].new_empty(num_bags // features, features * num_cols)
-    targets = out.new_empty(plan[0].shape[1], dtype=torch.int32)
-    return out, targets, out.new_empty(num_bags if mode == "max" else 0, num_cols, dtype=torch.int32)
+    return out, out.new_empty(plan[0].shape[1], dtype=torch.int32)
 
 
 def gradients(
-    grad: Tensor, targets: Tensor, chosen: Tensor, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor],
+    grad: Tensor, targets: Tensor, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor],
     counts: Sequence[int], offsets: Tensor, weights: Tensor | None, mode: str, features: int, num_cols: int, of_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return flat gradients: of the cores (slice-major, concatenated), of the diagonals (concatenated), of the weights or none."""
@@ -186,38 +153,38 @@ def gradients(
         return core_gradients, diagonal_gradients, grad.new_zeros(call.num_ids if of_weights else 0)
     cores_end = Ending("gradient", core_gradients.split([core.numel() for core in cores]))
     diagonals_end = Ending("gradient", diagonal_gradients.split([len(each) for each in diagonals])) if diagonals else None
-    call.finish(call.sum_slices(grad, targets, chosen), cores_end, diagonals_end)
+    call.finish(call.sum_slices(grad, targets), cores_end, diagonals_end)
     weight_gradients = call.gradients_of_weights(grad, targets) if of_weights else grad.new_empty(0)
     return core_gradients, diagonal_gradients, weight_gradients
 
 
 _gradients = torch.library.custom_op("comera_rec::pool_pairs_backward", gradients, mutates_args=(), schema=(
-    "(Tensor grad, Tensor targets, Tensor chosen, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, int[] counts, Tensor offsets, "
+    "(Tensor grad, Tensor targets, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, int[] counts, Tensor offsets, "
     "Tensor? weights, str mode, int features, int num_cols, bool of_weights) -> (Tensor, Tensor, Tensor)"
 ))  # fmt: skip
 
 
 @_gradients.register_fake
-def _(grad, targets, chosen, cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols, of_weights):  # type: ignore[no-untyped-def]
+def _(grad, targets, cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols, of_weights):  # type: ignore[no-untyped-def]
     sizes = (sum(each.numel() for each in tensors) for tensors in (cores, diagonals))
     return *(cores[0].new_empty(size) for size in sizes), grad.new_empty(weights.shape[0] if of_weights else 0)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     cores, diagonals, plan, ctx.counts, offsets, weights, *ctx.settings = inputs
-    _, targets, chosen = output
-    ctx.mark_non_differentiable(targets, chosen)
+    _, targets = output
+    ctx.mark_non_differentiable(targets)
     ctx.lengths = len(cores), len(diagonals)
-    ctx.save_for_backward(offsets, weights, targets, chosen, *plan, *cores, *diagonals)
+    ctx.save_for_backward(offsets, weights, targets, *plan, *cores, *diagonals)
 
 
 def _differentiate(ctx, grad: Tensor, *_: Tensor):  # type: ignore[no-untyped-def]
-    offsets, weights, targets, chosen, *tensors = ctx.saved_tensors
+    offsets, weights, targets, *tensors = ctx.saved_tensors
     plan, num_cores = tensors[:3], ctx.lengths[0]
     cores, diagonals = tensors[3 : 3 + num_cores], tensors[3 + num_cores :]
     of_weights = weights is not None and ctx.needs_input_grad[5]
     arguments = (cores, diagonals, plan, ctx.counts, offsets, weights, *ctx.settings, of_weights)
-    core_gradients, diagonal_gradients, weight_gradients = _gradients(grad.contiguous(), targets, chosen, *arguments)
+    core_gradients, diagonal_gradients, weight_gradients = _gradients(grad.contiguous(), targets, *arguments)
     split = core_gradients.split([core.numel() for core in cores])
     shaped = [part.as_strided(core.shape, core.stride(), part.storage_offset()) for part, core in zip(split, cores, strict=True)]
     split_diagonals = _like(diagonals, diagonal_gradients)
@@ -236,16 +203,16 @@ class _UpdatingPool(torch.autograd.Function):
         weights: Tensor | None, *diagonals: Tensor,
     ) -> Tensor:  # fmt: skip
         (pooling, counts), plan = settings, (pairs, slices, order)
-        out, targets, chosen = pool_into_bags(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
+        out, targets = pool_into_bags(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
         ctx.settings, ctx.updates = settings, updates
-        ctx.save_for_backward(*plan, offsets, weights, targets, chosen, *diagonals)
+        ctx.save_for_backward(*plan, offsets, weights, targets, *diagonals)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *plan, offsets, weights, targets, chosen = ctx.saved_tensors[:7]
-        diagonals, updates, (pooling, counts) = list(ctx.saved_tensors[7:]), ctx.updates, ctx.settings
+        *plan, offsets, weights, targets = ctx.saved_tensors[:6]
+        diagonals, updates, (pooling, counts) = list(ctx.saved_tensors[6:]), ctx.updates, ctx.settings
         call = KernelCalls(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
         grad = grad.contiguous()
         rules = updates.gpu_rules()
@@ -256,7 +223,7 @@ class _UpdatingPool(torch.autograd.Function):
         diagonal_gradients: list[Tensor | None] = [None] * len(diagonals)
         if not (grad.numel() and call.num_ids):
             return *(None,) * 7, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, diagonals)
-        sums = call.sum_slices(grad, targets, chosen)
+        sums = call.sum_slices(grad, targets)
         if weights is not None and ctx.needs_input_grad[7]:
             weight_gradients = call.gradients_of_weights(grad, targets)
         num_cores, diagonals_end = len(updates.cores), None

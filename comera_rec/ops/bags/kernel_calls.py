@@ -92,24 +92,19 @@ class KernelCalls:
         left, right = self._sides[0][0], self._sides[1][0]
         return {"a_ptr": left, "b_ptr": right, "d_ptr": diagonal, "tables_ptr": self._tables, "pairs_ptr": self._pairs}
 
-    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return bags, the target of each id [L] and, for mode "max", the position of the id that each entry comes from.
-
-        A target is a row of the bags as a matrix [B * F, N].
-        """
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return bags and the target of each id [L], a row of the bags as a matrix [B * F, N]."""
         features, num_cols = self._bag_counts["features"], self.sizes.num_cols
         out = self.first.new_empty(self.num_bags // features, features * num_cols)
         targets = torch.empty(self.num_ids, dtype=torch.int32, device=out.device)
-        rows = self.num_bags if self._pooling["mode"] == "max" else 0
-        chosen = torch.empty(rows, num_cols, dtype=torch.int32, device=out.device)
         if out.numel():
             self._kernels.pool_launch(self.sizes, **self._bag_counts, **self._pooling)(
                 **self._operands, offsets_ptr=self._offsets, weights_ptr=self.first if self._weights is None else self._weights,
-                out_ptr=out, targets_ptr=targets, chosen_ptr=chosen,
+                out_ptr=out, targets_ptr=targets,
             )  # fmt: skip
-        return out, targets, chosen
+        return out, targets
 
-    def sum_slices(self, grad: Tensor, targets: Tensor, chosen: Tensor) -> Sums:
+    def sum_slices(self, grad: Tensor, targets: Tensor) -> Sums:
         """Return sums over the ids of each slice."""
         num_left, num_right = self.sizes.counts
         right_start = -(-num_left // 4) * 4  # at a multiple of 16 bytes
@@ -119,12 +114,11 @@ class KernelCalls:
             torch.empty(count + chunks, self.sizes.rank * size, dtype=torch.float32, device=grad.device)
             for count, size in zip(self.sizes.counts, (self.sizes.n1, self.sizes.n2), strict=True)
         )
-        aligned = self.sizes.aligned and all(_address(each) % 16 == 0 for each in (grad, chosen))
-        sizes = replace(self.sizes, aligned=aligned)
+        sizes = replace(self.sizes, aligned=self.sizes.aligned and _address(grad) % 16 == 0)
         self._kernels.slices_launch(sizes, **self._bag_counts, num_owners=len(owners), **self._pooling)(
             grad_ptr=grad, a_ptr=self._sides[0][0], b_ptr=self._sides[1][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
             slices_ptr=self._slices, order_ptr=self._order, targets_ptr=targets, offsets_ptr=self._offsets,
-            weights_ptr=self.first if self._weights is None else self._weights, chosen_ptr=chosen,
+            weights_ptr=self.first if self._weights is None else self._weights,
             left_ptr=left, right_ptr=right, owners_ptr=owners,
         )  # fmt: skip
         sums = Sums(left, right, owners[:num_left], owners[right_start:])

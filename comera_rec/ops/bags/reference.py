@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera_rec.ops.bags.table import Table
-from comera_rec.ops.gathered_matmul.reference import forward as gathered_matmul
 from comera_rec.ops.plan import LookupPlan
 
 
@@ -39,21 +38,38 @@ def pool(
 
 def make_rows(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan) -> Tensor:
     """Form the unique rows of a plan, [U, N]: E[i] = G_1[i_1] diag(D_1) G_2[i_2] ... G_d[i_d]; each product of slices once."""
+    return _multiply(*make_halves(cores, diagonals, plan), *_without_padding(plan.rows, plan, 0)).flatten(1)
+
+
+def make_halves(
+    cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan
+) -> tuple[Tensor, Tensor]:
+    """Form the leading halves [P, n1, r] and the trailing halves [Q, r, n2] of the rows of a plan."""
     stacked = stack_tables(cores, diagonals)
-    p, q = _without_padding(plan.rows, plan, 0)
+    left = stacked[0].flatten(1, 2)
     if len(stacked) == 1:
-        rows = stacked[0][:, 0, :, 0].index_select(0, p.clamp(min=0))
-        return rows.masked_fill((p < 0)[:, None], 0)  # padding has no gradient
-    left, right = stacked[0], stacked[-1]  # [., 1, n1, r] and [., r, n2, 1]
+        return left, left.new_ones(len(cores), 1, 1)  # each table's only trailing half
+    right = stacked[-1].flatten(2)
     if len(stacked) > 2:
         first, second = _without_padding(plan.left, plan, 1)
-        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), first, second)
-        left = products.view(products.shape[0], 1, left.shape[2] * stacked[1].shape[2], stacked[1].shape[3])
+        _, _, n, rank = stacked[1].shape
+        products = _multiply(left, stacked[1].flatten(2), first, second)
+        left = products.view(products.shape[0], left.shape[1] * n, rank)
     if len(stacked) > 3:
         fourth, third = _without_padding(plan.right, plan, 2)
-        products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth)
-        right = products.view(products.shape[0], stacked[2].shape[1], stacked[2].shape[2] * right.shape[2], 1)
-    return gathered_matmul(left.flatten(1, 2), right.flatten(2), p, q).flatten(1)
+        _, rank, n, _ = stacked[2].shape
+        products = _multiply(stacked[2].flatten(1, 2), right, third, fourth)
+        right = products.view(products.shape[0], rank, n * right.shape[2])
+    return left, right
+
+
+def _multiply(a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """Return a[p] @ b[q], zero and without gradient where p is negative.
+
+    The gradient of `F.embedding` is a sum in a fixed order on every device.
+    """
+    chosen = [F.embedding(ids.clamp(min=0), each.flatten(1)).unflatten(1, each.shape[1:]) for each, ids in ((a, p), (b, q))]
+    return torch.bmm(*chosen).masked_fill(p[:, None, None] < 0, 0)
 
 
 def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor:

@@ -115,15 +115,14 @@ def _add_rows(
 
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature"])
 def _pool(
-    a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, offsets_ptr, weights_ptr, out_ptr, targets_ptr, chosen_ptr,
-    num_ids, num_bags, bags_of_feature,
+    a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, offsets_ptr, weights_ptr, out_ptr, targets_ptr, num_ids, num_bags, bags_of_feature,
     N1: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr,
     LANES: tl.constexpr, TILE_1: tl.constexpr, TILE_2: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Pool rows to bags; bag f * B + b is target b * F + f, a row of out [B * F, N].
+    """Pool rows to bags; bag f * B + b is target b * F + f, a row of out [B * F, N]. A row is DOWN x ACROSS tiles.
 
-    targets[l] = the target of id l; for "max", chosen[target, :] = the id that each entry comes from. A row is DOWN x ACROSS tiles.
+    targets[l] = the target of id l.
     """
     TILES: tl.constexpr = min(DOWN * ACROSS, LANES)
     WHOLE_1: tl.constexpr = N1 == DOWN * TILE_1
@@ -145,37 +144,26 @@ def _pool(
     start, end = start.to(tl.int32), end.to(tl.int32)
     total = tl.zeros([TILE_1, TILE_2, LANES], dtype=tl.float32)
     weight = tl.full([LANES], 1.0, dtype=tl.float32)
-    if MODE == "max":
-        chosen = tl.full([TILE_1, TILE_2, LANES], -1, dtype=tl.int32)
     for step in range(tl.max(end - start)):
         id_ = start + step
         real = id_ < end
         tl.store(targets_ptr + id_, target, mask=real & (tile == 0))
         if WEIGHTED:
             weight = tl.load(weights_ptr + id_, mask=real, other=0.0).to(tl.float32)
-        row = tl.zeros_like(total) if MODE == "max" else total
-        row = _add_rows(
-            row, a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, real, weight, num_ids, i, j,
+        total = _add_rows(
+            total, a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, real, weight, num_ids, i, j,
             N1, N2, SCALED, ALIGNED, WHOLE_1, WHOLE_2,
         )  # fmt: skip
-        if MODE == "max":
-            larger = real[None, None, :] & ((row > total) | (chosen < 0))
-            total = tl.where(larger, row, total)
-            chosen = tl.where(larger, id_[None, None, :], chosen)
-        else:
-            total = row
     if MODE == "mean":
         total = total / tl.maximum(end - start, 1)[None, None, :].to(tl.float32)
     column = i[:, None, :] * N2 + j[None, :, :]
     inside = is_bag[None, None, :] & (i < N1)[:, None, :] & (j < N2)[None, :, :] & (column < N)
     at = (target.to(tl.int64) * N)[None, None, :] + column
-    if MODE == "max":
-        tl.store(chosen_ptr + at, chosen, mask=inside)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _load_columns(pointers, column, mask, other, ALIGNED: tl.constexpr):
+def _load_columns(pointers, column, mask, ALIGNED: tl.constexpr):
     """Load the numbers of pointers [A, LANES] plus columns [C]: [C, A, LANES].
 
     Columns are neighbors in memory, and a thread loads all of its lanes' at once. In three dimensions it would not: which threads
@@ -188,18 +176,18 @@ def _load_columns(pointers, column, mask, other, ALIGNED: tl.constexpr):
     if ALIGNED:
         flat = tl.multiple_of(flat, C * (pointers.dtype.element_ty.primitive_bitwidth // 8))
     flat = flat[None, :] + column[:, None]
-    values = tl.load(flat) if mask is None else tl.load(flat, mask=tl.reshape(mask, [C, A * LANES]), other=other)
+    values = tl.load(flat) if mask is None else tl.load(flat, mask=tl.reshape(mask, [C, A * LANES]), other=0.0)
     return tl.reshape(values, [C, A, LANES])
 
 
 @triton.jit
-def _load_of_targets(
-    pointer, target, real, first_x, y, other, SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, N: tl.constexpr,
+def _gradients(
+    grad_ptr, target, real, first_x, y, SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, N: tl.constexpr,
     TILE_X: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Load numbers [y, x] of targets: x along the slice that is summed, y along the other one."""
+    """Load the gradients [y, x] of targets: x along the slice that is summed, y along the other one."""
     x = tl.arange(0, TILE_X)
-    pointers = (pointer + target.to(tl.int64) * N)[None, :]
+    pointers = (grad_ptr + target.to(tl.int64) * N)[None, :]
     mask = real[None, None, :]
     if not WHOLE:
         x_of_lane = first_x[None, None, :] + x[None, :, None]
@@ -207,26 +195,10 @@ def _load_of_targets(
         mask = mask & (x_of_lane < X) & (column < N)
     if SIDE == 0:
         mask = tl.broadcast_to(mask, [y.shape[0], TILE_X, target.shape[0]])
-        return _load_columns(pointers + (first_x[None, :] + x[:, None]) * Y, y, mask, other, ALIGNED and N % 4 == 0 and Y % 4 == 0)
+        return _load_columns(pointers + (first_x[None, :] + x[:, None]) * Y, y, mask, ALIGNED and N % 4 == 0 and Y % 4 == 0)
     mask = tl.permute(tl.broadcast_to(mask, [y.shape[0], TILE_X, target.shape[0]]), [1, 0, 2])
     pointers += first_x[None, :] + (y * X)[:, None]
-    return tl.permute(_load_columns(pointers, x, mask, other, ALIGNED and N % 4 == 0 and X % 4 == 0), [1, 0, 2])
-
-
-@triton.jit
-def _gradients(
-    grad_ptr, chosen_ptr, target, u, factor, real, first_x, y,
-    SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, N: tl.constexpr, TILE_X: tl.constexpr, WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """Return the gradients [y, x] of the rows of ids u: those of their bags, scaled; for "max", where the id was chosen."""
-    g = _load_of_targets(grad_ptr, target, real, first_x, y, 0.0, SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED).to(tl.float32)
-    if MODE == "max":
-        chosen = _load_of_targets(chosen_ptr, target, real, first_x, y, -1, SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED)
-        g = tl.where(chosen == u[None, None, :], g, 0.0)
-    if MODE == "mean" or WEIGHTED:
-        g *= factor[None, None, :]
-    return g
+    return tl.permute(_load_columns(pointers, x, mask, ALIGNED and N % 4 == 0 and X % 4 == 0), [1, 0, 2])
 
 
 @triton.jit
@@ -241,7 +213,7 @@ def _four(x):
 
 @triton.jit
 def _sum_side(
-    grad_ptr, other_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr, parts_ptr,
+    grad_ptr, other_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, parts_ptr,
     chunk, num_ids, num_bags, bags_of_feature, first_slice, num_slices,
     SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -257,6 +229,7 @@ def _sum_side(
     k = ((tile // ACROSS) * 4)[None, :] + tl.arange(0, 4)[:, None]
     first_x = (tile % ACROSS) * TILE_X
     WHOLE: tl.constexpr = (X == ACROSS * TILE_X) and (N == X * Y)
+    SCALED: tl.constexpr = MODE == "mean" or WEIGHTED
     slices_ptr += SIDE * num_ids
     start = chunk * CHUNK
     # Everything about the chunk's ids is loaded at once, and lanes exchange it: most time goes to loads that wait for loads.
@@ -294,26 +267,24 @@ def _sum_side(
             at = tl.minimum(n, last - 1)
             target = tl.gather(targets, at, 0)
             real = (n < last) & (target >= 0)
-            u = tl.gather(ids, at, 0) if MODE == "max" else at
-            factor = tl.gather(factors, at, 0) if MODE == "mean" or WEIGHTED else factors
+            factor = tl.gather(factors, at, 0) if SCALED else factors
             o_ptrs = (others + tl.gather(other_slices, at, 0).to(tl.int64) * (rank * Y))[None, :] + row_of_k
             for column in tl.range(0, Y // 4, loop_unroll_factor=2):  # left to ptxas, unrolling would spill on sm_80
                 y = column * 4 + tl.arange(0, 4)
-                o0, o1, o2, o3 = _four(_load_columns(o_ptrs, y, None, None, ALIGNED and Y % 4 == 0).to(tl.float32))
-                g = _gradients(
-                    grad_ptr, chosen_ptr, target, u, factor, real, first_x, y,
-                    SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED, MODE, WEIGHTED,
-                )  # fmt: skip
+                o0, o1, o2, o3 = _four(_load_columns(o_ptrs, y, None, ALIGNED and Y % 4 == 0).to(tl.float32))
+                g = _gradients(grad_ptr, target, real, first_x, y, SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED).to(tl.float32)
+                if SCALED:
+                    g *= factor[None, None, :]
                 g0, g1, g2, g3 = _four(g)
                 total += o0[:, None, :] * g0[None, :, :]
                 total += o1[:, None, :] * g1[None, :, :]
                 total += o2[:, None, :] * g2[None, :, :]
                 total += o3[:, None, :] * g3[None, :, :]
             for column in tl.static_range(Y - Y % 4, Y):
-                g = _gradients(
-                    grad_ptr, chosen_ptr, target, u, factor, real, first_x, column + tl.arange(0, 1),
-                    SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED, MODE, WEIGHTED,
-                )  # fmt: skip
+                y = column + tl.arange(0, 1)
+                g = _gradients(grad_ptr, target, real, first_x, y, SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED).to(tl.float32)
+                if SCALED:
+                    g *= factor[None, None, :]
                 total += tl.load(o_ptrs + column).to(tl.float32)[:, None, :] * g
         slot = tl.where(before == segment, num_slices + chunk, segment).to(tl.int64)
         # Groups of TILES lanes have taken one id after another; add up their sums.
@@ -327,7 +298,7 @@ def _sum_side(
 
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature", "num_left", "num_right", "num_owners"])
 def _sum_slices(
-    grad_ptr, a_ptr, b_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr,
+    grad_ptr, a_ptr, b_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr,
     left_ptr, right_ptr, owners_ptr, num_ids, num_bags, bags_of_feature, num_left, num_right, num_owners,
     N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
@@ -347,13 +318,13 @@ def _sum_slices(
     is_leading = tl.program_id(0) % 2 == 0
     if is_leading & (tl.program_id(1) * LANES < DOWN * ACROSS_1):
         _sum_side(
-            grad_ptr, b_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr,
+            grad_ptr, b_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr,
             left_ptr, chunk, num_ids, num_bags, bags_of_feature, 0, num_left,
             0, N1, N2, R, N, ALIGNED, MODE, WEIGHTED, CHUNK, LANES, TILE_1, DOWN, ACROSS_1,
         )  # fmt: skip
     if (not is_leading) & (tl.program_id(1) * LANES < DOWN * ACROSS_2):
         _sum_side(
-            grad_ptr, a_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr,
+            grad_ptr, a_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr,
             right_ptr, chunk, num_ids, num_bags, bags_of_feature, num_left + 1, num_right,
             1, N2, N1, R, N, ALIGNED, MODE, WEIGHTED, CHUNK, LANES, TILE_2, DOWN, ACROSS_2,
         )  # fmt: skip

@@ -91,33 +91,39 @@ class Updates:
         self.cores = [core.detach() for core in cores]
         self.diagonals = None if diagonals is None else [diagonal.detach() for diagonal in diagonals]
         self._parameters, self._optimizers, self._kind = [*cores, *(diagonals or ())], optimizers, kind
+        self._groups = [optimizer.param_groups[number] for optimizer, number in optimizers]
 
     def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float], int]:
         """Count a step; return first states, second states, the kind, settings, each of cores and then of diagonals, and a seed."""
+        counts, states = self._count_and_states()
+        steps = [0] * len(self._groups)
+        if counts is not None and any("betas" in group or group.get("lr_decay") for group in self._groups):
+            steps = [int(count) for count in counts.tolist()]
         settings: list[float] = []
-        states: tuple[list[Tensor], list[Tensor]] = ([], [])
-        by_parameter = [
-            optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
-        ]
-        steps = [0] * len(by_parameter)
-        if self._kind.states:
-            counts = _count(by_parameter)
-            if any(_needs_step(optimizer.param_groups[number]) for optimizer, number in set(self._optimizers)):
-                steps = [int(count) for count in counts.tolist()]
-        by_group: dict[tuple[Optimizer, int, int], list[float]] = {}  # usually one entry
-        for parameter, state, (optimizer, number), step in zip(
-            self._parameters, by_parameter, self._optimizers, steps, strict=True
-        ):
-            group = optimizer.param_groups[number]
-            key = (optimizer, number, step)
+        by_group: dict[tuple[int, int], list[float]] = {}  # usually one entry
+        for group, step in zip(self._groups, steps, strict=True):
+            key = id(group), step
             if key not in by_group:
                 by_group[key] = _settings(group, step)
             settings += by_group[key]
-            for tensors, name in zip(states, self._kind.states, strict=False):
-                tensors.append(_state(self._kind, parameter, state, name, group))
+        first, second = [*states, [], []][:2]
         is_rounded = any(parameter.dtype != torch.float32 for parameter in self._parameters)
         seed = int(torch.randint(1 << 62, (), device="cpu")) if is_rounded else 0
-        return *states, self._kind.number, settings, seed
+        return first, second, self._kind.number, settings, seed
+
+    def begin_gpu_step(self) -> tuple[str, list[Tensor]]:
+        """Count a step; return the kind, and first states of cores and then of diagonals."""
+        _, states = self._count_and_states()
+        return self._kind.name, states[0] if states else []
+
+    def _count_and_states(self) -> tuple[Tensor | None, list[list[Tensor]]]:
+        """Count a step; return the counts, if the kind has states, and the states by name, each of cores and then of diagonals."""
+        by_parameter = [
+            optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
+        ]
+        counts = _count(by_parameter) if self._kind.states else None
+        entries = list(zip(self._parameters, by_parameter, self._groups, strict=True))
+        return counts, [[_state(self._kind, *entry, name) for entry in entries] for name in self._kind.states]
 
     def gpu_rules(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Return the rules of cores and of diagonals, which GPU kernels apply; None if they can't.
@@ -128,12 +134,11 @@ class Updates:
         Raises:
             ValueError: for row-wise Adagrad that kernels can't apply, because its own step doesn't work for cores.
         """
-        groups = [optimizer.param_groups[number] for optimizer, number in self._optimizers]
-        rules = [tuple(_rule(group).items()) for group in groups]
+        rules = [tuple(_rule(group).items()) for group in self._groups]
         core_rules, diagonal_rules = set(rules[: len(self.cores)]), set(rules[len(self.cores) :])
         are_equal = len(core_rules) == 1 and len(diagonal_rules) <= 1
         is_known = self._kind in (ROW_WISE, _KINDS[torch.optim.SGD], _KINDS[torch.optim.Adagrad])
-        if is_known and are_equal and not any(group.get("lr_decay") for group in groups):
+        if is_known and are_equal and not any(group.get("lr_decay") for group in self._groups):
             return dict(core_rules.pop()), dict(diagonal_rules.pop() if diagonal_rules else ())
         if self._kind is ROW_WISE:
             raise ValueError(
@@ -141,21 +146,6 @@ class Updates:
                 "lr_decay: set it up so, or use Adagrad"
             )
         return None
-
-    def begin_gpu_step(self) -> tuple[str, list[Tensor]]:
-        """Count a step; return the kind, and first states of cores and then of diagonals."""
-        groups = [optimizer.param_groups[number] for optimizer, number in self._optimizers]
-        by_parameter = [
-            optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
-        ]
-        states: list[Tensor] = []
-        if self._kind.states:
-            _count(by_parameter)
-            states = [
-                _state(self._kind, parameter, state, self._kind.states[0], group)
-                for parameter, state, group in zip(self._parameters, by_parameter, groups, strict=True)
-            ]
-        return self._kind.name, states
 
 
 def init_state_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
@@ -168,7 +158,7 @@ def init_state_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
     for name in kind.states:
         if kind is not ROW_WISE or parameter.dim() == 4:
-            _state(kind, parameter, state, name, group)
+            _state(kind, parameter, state, group, name)
 
 
 @torch.no_grad()
@@ -181,7 +171,7 @@ def step_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
         optimizer.step()
         return
     used = (gradient != 0).any(dim=2, keepdim=True).any(dim=3, keepdim=True).any(dim=0, keepdim=True)
-    changed = [parameter, *(_state(kind, parameter, state, name, group) for name in kind.states)]
+    changed = [parameter, *(_state(kind, parameter, state, group, name) for name in kind.states)]
     if kind is ROW_WISE:  # whose own step is for matrices
         state["step"] += 1
         gradient = gradient.float() + group["weight_decay"] * used * parameter
@@ -197,7 +187,7 @@ def step_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
         optimizer.step()
 
 
-def _state(kind: Kind, parameter: Tensor, state: dict[str, Any], name: str, group: dict[str, Any]) -> Tensor:
+def _state(kind: Kind, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], name: str) -> Tensor:
     """Return the named state tensor, created or converted to the layout that the operator needs."""
     existing: Tensor | None = state.get(name)
     initial = group.get("initial_accumulator_value", 0.0)
@@ -239,10 +229,6 @@ def _rule(group: dict[str, Any]) -> dict[str, Any]:
     lr = group["lr"]
     on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
     return {"lr": lr if on_device else float(lr), "eps": float(group.get("eps", 0.0)), "weight_decay": float(group["weight_decay"])}
-
-
-def _needs_step(group: dict[str, Any]) -> bool:
-    return "betas" in group or bool(group.get("lr_decay"))
 
 
 def _settings(group: dict[str, Any], step: int) -> list[float]:

@@ -118,45 +118,19 @@ def plan_hot_rows(pairs: Tensor, trailing: Sequence[int], first_rows: Sequence[i
         first_rows: the row that id 0 refers to, of each table.
         blocks: the numbers of rows of each table's blocks.
     """
-    rows = [count for table in blocks for count in table]
-    hot_pairs, slices, order = _plan_hot_rows(pairs, list(trailing), list(first_rows), [len(table) for table in blocks], rows)
-    return PairPlan(pairs=hot_pairs, slices=slices, order=order, counts=(sum(rows), len(rows)))
-
-
-@torch.library.custom_op("comera_rec::plan_hot_rows", mutates_args=())
-def _plan_hot_rows(
-    pairs: Tensor, trailing: list[int], first_rows: list[int], num_blocks: list[int], rows: list[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    return find_and_sort(pairs, trailing, first_rows, num_blocks, rows)
-
-
-def find_and_sort(
-    pairs: Tensor, trailing: Sequence[int], first_rows: Sequence[int], num_blocks: Sequence[int], rows: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pairs, slices and order of hot rows: rows of each block, and the number of blocks of each table."""
-    first_blocks = first_keys(num_blocks)
-    tables = zip(trailing, first_rows, first_blocks, num_blocks, strict=False)
-    bounds = [each for start, end in pairwise(first_blocks) for each in pairwise(first_keys(rows[start:end]))]
-    columns = [(*each, key) for each, key in zip(bounds, first_keys(rows), strict=False)]
-    hot_pairs = torch.empty_like(pairs, dtype=torch.int32)
-    keys = torch.empty_like(pairs[:2], dtype=key_type(sum(rows), len(rows)))
-    if pairs.shape[1]:
-        kernels = importlib.import_module("comera_rec.ops.plan.triton")  # needs triton to be installed
-        launch = kernels.blocks_launch(pairs.shape[1], sum(rows), len(rows), max(num_blocks))
-        device = pairs.device
-        launch(
-            pairs_ptr=pairs, tables_ptr=on_device(list(tables), device), blocks_ptr=on_device(columns, device),
-            hot_pairs_ptr=hot_pairs, keys_ptr=keys,
-        )  # fmt: skip
-    return hot_pairs, *sort_keys(keys)
-
-
-@_plan_hot_rows.register_fake
-def _(
-    pairs: Tensor, trailing: list[int], first_rows: list[int], num_blocks: list[int], rows: list[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    keys = torch.empty_like(pairs[:2], dtype=key_type(sum(rows), len(rows)))
-    return torch.empty_like(pairs, dtype=torch.int32), keys, torch.empty_like(keys, dtype=torch.int64)
+    rows, sums = [count for table in blocks for count in table], [sum(table) for table in blocks]
+    p, q, table = pairs.long()
+    factor, first_row, end, first_number = on_device([trailing, first_rows, sums, first_keys(sums)[:-1]], pairs.device)[:, table]
+    row = p * factor + q + first_row
+    is_hot = row < end
+    number = torch.where(is_hot, row + first_number, sum(rows))  # of the row among those of all blocks
+    (first_numbers,) = on_device([first_keys(rows)], pairs.device)
+    block = torch.searchsorted(first_numbers, number, right=True) - 1
+    within = torch.where(is_hot, number - first_numbers[block], -1)
+    hot_pairs = torch.stack([within, within.clamp(max=0), torch.where(is_hot, block, 0)]).int()
+    counts = sum(rows), len(rows)
+    slices, order = sort_keys(torch.stack([number, block + sum(rows) + 1]).to(key_type(*counts)))
+    return PairPlan(pairs=hot_pairs, slices=slices, order=order, counts=counts)
 
 
 def pair_up(p: Tensor, q: Tensor, counts: tuple[int, int]) -> PairPlan:

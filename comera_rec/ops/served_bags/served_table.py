@@ -48,8 +48,3 @@ class ServedTable:
     def col_modes(self) -> tuple[int, ...]:
         """(n_1..n_d)."""
         return tuple(core.shape[3] for core in self.cores)
-
-    @property
-    def hot_rows(self) -> int:
-        """Number of rows that slabs add to."""
-        return sum(len(slab.rows) for slab in self.slabs)

@@ -1,6 +1,6 @@
 """TT tables on TorchRec's engine: sharded for DistributedModelParallel, and their true cost in its planner."""
 
-from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection, divided_like, padded_to
+from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
 from comera_rec.recsys.sharding.data_parallel import rewrap_data_parallel_
 from comera_rec.recsys.sharding.optimizer_state import load_optimizer_state_, optimizer_state
 from comera_rec.recsys.sharding.planner import TTShardingPlanner
@@ -10,9 +10,7 @@ __all__ = [
     "ShardedTTEmbeddingBagCollection",
     "TTEmbeddingBagCollectionSharder",
     "TTShardingPlanner",
-    "divided_like",
     "load_optimizer_state_",
     "optimizer_state",
-    "padded_to",
     "rewrap_data_parallel_",
 ]

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
-from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, Proposer, UniformProposer
+from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -31,7 +31,6 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, digits_per_process
-from comera_rec.recsys.sharding.remedy import find_remedy
 from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder, require_no_managed_collisions
 from comera_rec.tt import TTShape
 
@@ -57,8 +56,8 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
 
     Raises:
         ValueError: for a negative number of states.
-        PlannerError: from `plan`, if nothing fits, naming the largest table and the smallest sufficient change of TT ranks; if the
-            number of pooling factors is neither 1 nor that of the table's features.
+        PlannerError: from `plan`, if nothing fits, naming the largest tables, their sizes and what to change; if the number
+            of pooling factors is neither 1 nor that of the table's features.
 
     Example:
         >>> topology = Topology(world_size=2, compute_device="cpu")
@@ -77,7 +76,8 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         if optimizer_states < 0:
             raise ValueError(f"optimizer_states is {optimizer_states}: give 2 for Adam, 1 for Adagrad, 0 for SGD")
         others.setdefault("storage_reservation", FixedPercentageStorageReservation(0.15))
-        others.setdefault("proposer", [GridSearchProposer(_MAX_PROPOSALS), *_quick_proposers()])
+        quick = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
+        others.setdefault("proposer", [GridSearchProposer(_MAX_PROPOSALS), *quick])
         super().__init__(topology=topology, batch_size=batch_size, constraints=constraints, **others)
         if "enumerator" not in others:
             self._enumerator = TTEnumerator(self._topology, self._batch_size, constraints, optimizer_states=optimizer_states)
@@ -89,8 +89,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         except PlannerError as error:
             options = self._enumerator.enumerate(module, sharders)
             room = self._storage_reservation.reserve(self._topology, self._batch_size, module, sharders, self._constraints)
-            remedy = find_remedy(module, options, room, lambda changed: self._fits(changed, sharders))
-            raise PlannerError(f"{remedy}\n{error}", error.error_type) from None
+            raise PlannerError(f"{_misfit(options, room)}\n{error}", error.error_type) from None
 
     def collective_plan(
         self,
@@ -108,27 +107,23 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         assert plan is not None
         return plan
 
-    def _fits(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> bool:
-        """Return whether the quick proposers find a plan, which implies that this planner finds one, too."""
-        quick = EmbeddingShardingPlanner(
-            topology=self._topology,
-            batch_size=self._batch_size,
-            enumerator=self._enumerator,
-            storage_reservation=self._storage_reservation,
-            proposer=_quick_proposers(),
-            partitioner=self._partitioner,
-            stats=[],
-            constraints=self._constraints,
-        )
-        try:
-            quick.plan(module, [*sharders, TTEmbeddingBagCollectionSharder()])
-        except PlannerError:
-            return False
-        return True
 
-
-def _quick_proposers() -> list[Proposer]:
-    return [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
+def _misfit(options: Sequence[ShardingOption], room: Topology) -> str:
+    """Say in a sentence which tables take most memory and what to change, when `room` is what devices have for tables."""
+    memory = "hbm" if room.compute_device == "cuda" else "ddr"
+    sizes: dict[str, int] = {}  # of a table's largest shard, with the sharding type for which it is smallest
+    for option in options:
+        size = max(getattr(shard.storage, memory) for shard in option.shards)
+        sizes[option.name] = min(size, sizes.get(option.name, size))
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    taken = ", ".join(f"{name!r} takes {sizes[name] / 2**30:.3g} GiB" for name in largest)
+    free = min(getattr(device.storage, memory) for device in room.devices)
+    batch = options[0].batch_size if options else 1
+    return (
+        f"the tables don't fit: {taken} of a device even when divided best, and a device has {free / 2**30:.3g} GiB for all of "
+        "them: give the largest ones smaller TT ranks and no hot rows, make dense ones TT tables (TTEmbeddingBagConfig with "
+        f"tt_ranks), use a batch smaller than {batch}, or plan for more devices than {room.world_size}"
+    )
 
 
 class TTEnumerator(EmbeddingEnumerator):

@@ -1,0 +1,104 @@
+"""Trained models: compressed within a budget, they predict nearly the same, best where rows matter most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.optim import RowWiseAdagrad
+
+import comera_rec as cr
+from comera_rec.convert import row_importance
+
+SIZES = {"user": 2000, "item": 900, "day": 7}
+
+
+def configs() -> list[EmbeddingBagConfig]:
+    return [EmbeddingBagConfig(name=n, num_embeddings=m, embedding_dim=8, feature_names=[n]) for n, m in SIZES.items()]
+
+
+def model() -> nn.Module:
+    """Build tables of falling spectra, whose first rows stand out."""
+    torch.manual_seed(0)
+    actual = nn.ModuleDict({"sparse": EmbeddingBagCollection(configs())})
+    with torch.no_grad():
+        for table in ("user", "item"):
+            weight = actual["sparse"].embedding_bags[table].weight  # type: ignore[union-attr, index]
+            weight.copy_(torch.randn(len(weight), 3) @ torch.randn(3, 8))
+            weight[:50] += 3 * torch.randn(50, 8)
+    return actual
+
+
+def compressed(tables: cr.TableCompression, importance: dict[str, Tensor] | None = None) -> nn.Module:
+    return cr.compress_(model(), tables=tables, init="tt_svd", importance=importance)
+
+
+def weighted_error(actual: nn.Module, weights: dict[str, Tensor]) -> float:
+    exported, dense = cr.export_dense(actual).state_dict(), model().state_dict()
+    keys = {table: f"sparse.embedding_bags.{table}.weight" for table in ("user", "item")}
+    return sum(float((weights[t][:, None] * (exported[k] - dense[k]).square()).sum()) for t, k in keys.items())
+
+
+@pytest.mark.parametrize("hot_rows", [0, 0.6])
+def test_it_predicts_nearly_the_same_within_the_budget(hot_rows: float) -> None:
+    small = compressed(cr.TableCompression(compression=3, min_rows=100, hot_rows=hot_rows))
+    assert sum(parameter.numel() for parameter in small.parameters()) <= sum(SIZES.values()) * 8 / 3
+    even = {table: torch.ones(rows) for table, rows in SIZES.items()}
+    norm = sum(float(value.square().sum()) for value in model().state_dict().values())
+    assert weighted_error(small, even) < (0.35 if hot_rows else 0.6) * norm
+
+
+def test_important_rows_are_approximated_best() -> None:
+    tables = cr.TableCompression(compression=8, min_rows=100, hot_rows=0.5)
+    weights = {table: 1.0 / torch.arange(1, rows + 1) for table, rows in SIZES.items()}
+    errors = [weighted_error(compressed(tables, importance), weights) for importance in (weights, None)]
+    assert errors[0] < 0.8 * errors[1]
+
+
+def fused_optimizer() -> dict[str, Any]:
+    fused = FusedEmbeddingBagCollection(configs(), RowWiseAdagrad, {"lr": 0.1}, device=torch.device("cpu"))
+    state = fused.fused_optimizer().state_dict()
+    for name, values in state["state"].items():
+        for key in values:
+            if key.endswith("momentum_1"):
+                values[key].fill_(len(name))
+    return state
+
+
+def test_sums_of_fused_tables_are_found() -> None:
+    actual = row_importance(fused_optimizer())
+    assert {table: rows.shape for table, rows in actual.items()} == {table: (rows,) for table, rows in SIZES.items()}
+    assert all(rows.unique().numel() == 1 for rows in actual.values())
+    flat = {"optim.state.sparse.embedding_bags.user.weight.user.momentum1": torch.ones(5), "optim.lr": torch.tensor(0.1)}
+    assert row_importance(flat).keys() == {"user"}
+
+
+def test_mistakes_are_named() -> None:
+    tables = cr.TableCompression(compression=4, min_rows=100)
+    rows = {"user": torch.ones(5), "item": torch.ones(900)}
+    with pytest.raises(ValueError, match=r"importance of 'user' has shape \(5,\): give 2000 finite numbers of at least 0"):
+        compressed(tables, rows)
+    with pytest.raises(ValueError, match=r"importance lacks 'item': give it for all tables that are compressed, or for none"):
+        compressed(tables, {"user": torch.ones(2000)})
+    for bad in (-1.0, torch.nan):
+        with pytest.raises(ValueError, match="importance of 'item' has shape"):
+            compressed(tables, {"user": torch.ones(2000), "item": torch.full((900,), bad)})
+    with pytest.raises(ValueError, match="importance is given: it needs tables and init='tt_svd'"):
+        cr.compress_(model(), tables=tables, importance=rows)
+    diverged = nn.Embedding(200, 8)
+    nn.init.constant_(diverged.weight, torch.inf)
+    with pytest.raises(ValueError, match="'the model' holds numbers that are not finite: give"):
+        cr.compress_(diverged, tables=tables, init="tt_svd")
+
+
+@pytest.mark.parametrize("hot_rows", [0, 0.5])
+def test_large_tables_of_halves_stay_finite(hot_rows: float) -> None:
+    """Their norms exceed the largest half."""
+    torch.manual_seed(0)
+    layer = nn.Embedding.from_pretrained((1000 * torch.randn(2000, 2) @ torch.randn(2, 8)).half())
+    table = cr.compress_(layer, tables=cr.TableCompression(compression=3, min_rows=9, hot_rows=hot_rows), init="tt_svd")
+    assert all(value.isfinite().all() for value in table.state_dict().values())

@@ -1,0 +1,64 @@
+"""What runs wrote, and comparisons of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
+
+RANKS = ["ranks.early_steps=4", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.objective=budget"]
+DENSE = ["tables.format=dense", "linears.format=dense"]
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without times and memory."""
+    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("step_ms", "memory_mib")} for line in read if line["kind"] == kind]
+
+
+def losses(folder: Path) -> list[float]:
+    """The mean losses of the logged intervals."""
+    return [line["loss"] for line in lines(folder, "train")]
+
+
+def validation(folder: Path) -> dict[int, float]:
+    """NE on the validation split by step."""
+    return {line["step"]: line["ne"] for line in lines(folder, "eval") if line["split"] == "val"}
+
+
+def tensors(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of the last checkpoint, or of that of a step."""
+    checkpoints = folder / "checkpoints"
+    path = latest_checkpoint(checkpoints) if step is None else checkpoint_at(checkpoints, step)
+    assert path is not None
+    checkpoint = open_checkpoint(path)
+    return checkpoint.read(sorted(checkpoint.sizes))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of the last checkpoint."""
+    return {name.removeprefix("model/"): value for name, value in tensors(folder).items() if name.startswith("model/")}
+
+
+def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
+    """Require the same names and, within the tolerance, the same values."""
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(
+            value, right[name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def assert_same_run(left: Path, right: Path) -> None:
+    """Require equal losses, ranks, evaluations, weights and optimizer state, bit by bit."""
+    for kind in ("train", "ranks", "eval"):
+        written, expected = lines(left, kind), lines(right, kind)
+        assert written == expected, (
+            f"{kind} differs: {[pair for pair in zip(written, expected, strict=False) if pair[0] != pair[1]][:1]}"
+        )
+    assert_close(tensors(left), tensors(right))
+    assert not [path.name for path in (left / "checkpoints").iterdir() if path.suffix], "half-written checkpoints are left"

@@ -1,0 +1,304 @@
+"""Runs on several processes: resumed by another number of processes, killed, stopped, pipelined, in groups."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comera_rec.cli.main import main
+from comera_rec.distributed import Processes
+from comera_rec.testing import run as run_processes
+from comera_rec.training import checkpoint, evaluation
+from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint
+from comera_rec.training.config import load_config
+from comera_rec.training.evaluation import evaluate
+from comera_rec.training.metrics import BinaryMetrics
+from comera_rec.training.runs import load_run
+from comera_rec.training.stopping import Interrupted
+from comera_rec.training.trainer import Trainer
+from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, lines, losses, tensors, validation
+
+pytestmark = pytest.mark.distributed
+
+HOT_ROWS = ["tables.hot_rows=0.5", *RANKS]
+# Adam's moments of a slice decay in every step if tables are replicated, and on one process only in steps that use it.
+SAME = ["optimizer.name=adagrad", "optimizer.lr_dense=0.02", "optimizer.lr_cores=0.02", "training.log_every=1"]
+
+
+def train(rank: int, config_file: Path, *runs: list[str]) -> list[dict[str, Any]]:
+    """Train runs one after the other; return their results, and whether each one was pipelined."""
+    results = []
+    for overrides in runs:
+        trainer = Trainer(load_config(config_file, overrides))
+        results.append(trainer.train() | {"pipelined": trainer.step.pipeline is not None})
+    return results
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [HOT_ROWS, [*RANKS, "ranks.objective=achievement", "ranks.threshold=0.9"], DENSE, ["tables.format=off"]],
+    ids=["hot rows", "achievement", "dense", "off"],
+)
+def test_a_resumed_run_equals_an_unbroken_one_and_one_process_loads_it(
+    config_file: Path, tmp_path: Path, overrides: list[str]
+) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    in_two = [*overrides, f"output={part}"]
+    first, second = run_processes(2, train, config_file, [*overrides, f"output={whole}"], [*in_two, "training.steps=6"], in_two)
+    assert first == second
+    result, resumed = first[0], first[2]
+    assert result["processes"] == 2
+    for kind in ("train", "ranks", "eval"):
+        assert lines(part, kind)[-2:] == lines(whole, kind)[-2:], kind
+    assert [resumed[name] for name in ("auc", "ne", "params", "bytes")] == [
+        result[name] for name in ("auc", "ne", "params", "bytes")
+    ]
+    assert_close(tensors(part), tensors(whole))
+    assert any(name.startswith("optimizer/") for name in tensors(whole))
+
+    model, config, _ = load_run(whole)
+    assert sum(parameter.numel() for parameter in model.parameters()) == result["params"]
+    again = evaluate(model, Trainer(config)._batches("test", shuffle=False), torch.device("cpu"))
+    assert again["rows"] == result["rows"]
+    assert again["auc"] == pytest.approx(result["auc"], abs=1e-6)
+    if overrides == HOT_ROWS:
+        history = lines(whole, "ranks")
+        assert history[-1]["stage"] == "done"
+        assert 0.97 * history[-1]["target_params"] <= history[-1]["params"] <= history[-1]["target_params"] + 1
+
+
+@pytest.mark.parametrize(("overrides", "before", "after"), [(DENSE, 1, 2), (HOT_ROWS, 2, 1), (HOT_ROWS, 4, 2)])
+def test_another_number_of_processes_continues_a_run(
+    config_file: Path, tmp_path: Path, overrides: list[str], before: int, after: int
+) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    in_two = [*SAME, *overrides, f"output={part}"]
+    run_processes(before, train, config_file, [*SAME, *overrides, f"output={whole}"], [*in_two, "training.steps=6"])
+    run_processes(after, train, config_file, in_two)
+    assert losses(part) == pytest.approx(losses(whole), rel=1e-5)
+    assert [line["ranks"] for line in lines(part, "ranks")] == [line["ranks"] for line in lines(whole, "ranks")]
+    assert_close(tensors(part), tensors(whole), 1e-5)
+
+
+def test_batches_and_readers_that_cannot_be_shared_are_refused(config_file: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"data\.batch_size is 127, which 2 processes can't share equally: give a multiple"):
+        run_processes(2, train, config_file, ["data.batch_size=127"])
+    batch = ["data.batch_size=120"]  # 3 processes can't share 8 readers
+    train(0, config_file, [*batch, "training.steps=6"])
+    with pytest.raises(RuntimeError, match=r"8 readers made them, which 3 processes can't share: launch .* that divides 8"):
+        run_processes(3, train, config_file, batch)
+
+
+def resume_and_save(rank: int, config_file: Path, overrides: list[str]) -> None:
+    trainer = Trainer(load_config(config_file, overrides))
+    trainer._resume()
+    trainer.save()
+
+
+@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm", "wide_deep"])
+def test_two_processes_start_from_the_initial_values_of_one(config_file: Path, tmp_path: Path, architecture: str) -> None:
+    model = [f"model.architecture={architecture}"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    resume_and_save(0, config_file, [*model, f"output={one}"])
+    run_processes(2, resume_and_save, config_file, [*model, f"output={two}"])
+    initial = {name: values for name, values in tensors(one).items() if name.startswith("model/")}
+    assert any("tt_bags" in name for name in initial)
+    for name, values in tensors(two).items():
+        if name in initial and "dense_bags" not in name:  # whose shards are initialized where they are kept
+            assert torch.equal(values, initial[name]), name
+
+
+def test_two_processes_resume_what_one_process_compressed(config_file: Path, tmp_path: Path) -> None:
+    dense, small = tmp_path / "dense", tmp_path / "small"
+    same = ["tables.tt_ranks=none", "tables.compression=4"]
+    train(0, config_file, [*DENSE, f"output={dense}"])
+    with pytest.raises(SystemExit):
+        main(["compress", "--checkpoint", str(dense), "--config", str(config_file), "--output", str(small), *same])
+    before = tensors(small)
+    run_processes(2, resume_and_save, config_file, [*same, f"output={small}"])
+    assert latest_checkpoint(small / "checkpoints") == small / "checkpoints" / "step_00000000"
+    after = tensors(small)
+    assert all(torch.equal(value, after[name]) for name, value in before.items() if name.startswith("model/"))
+    (result,), _ = run_processes(2, train, config_file, [*same, f"output={small}"])
+    assert result["steps"] == 12
+
+
+def test_a_pipelined_run_equals_the_plain_loop(config_file: Path, tmp_path: Path) -> None:
+    runs = []
+    for name, overrides in (("hot rows", HOT_ROWS), ("dense", DENSE)):
+        for pipeline in ("true", "false"):
+            output = f"output={tmp_path / f'{name} {pipeline}'}"
+            runs.append([*overrides, "training.eval_every=4", f"training.pipeline={pipeline}", output])
+    for setting in ("training.accumulation=2", "tables.format=off"):  # these can't be pipelined
+        runs.append([setting, f"output={tmp_path / setting}", "training.steps=2"])
+    for results in run_processes(2, train, config_file, *runs):
+        assert [result["pipelined"] for result in results] == [True, False, True, False, False, False]
+    for name in ("hot rows", "dense"):
+        with_pipeline, without = tmp_path / f"{name} true", tmp_path / f"{name} false"
+        assert losses(with_pipeline) == pytest.approx(losses(without), rel=1e-5)
+        assert validation(with_pipeline) == pytest.approx(validation(without), rel=1e-5)
+        assert_close(tensors(with_pipeline), tensors(without), 1e-5)
+
+
+BINNED = 100  # rows of a split above which AUC is binned
+CONTROLS = {
+    "clipping and weight decay": [
+        "training.clip_grad_norm=0.1", "optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1",
+        "training.eval_every=4",
+    ],
+    "accumulation": ["training.accumulation=2", "ranks.early_steps=99", "ranks.gamma=0.5", "training.eval_every=4"],
+    "early stopping": [
+        "training.eval_every=2", "training.keep_best=true", "training.patience=2", "optimizer.lr_dense=0.3", "training.steps=24",
+    ],
+}  # fmt: skip
+
+
+def train_with_binned_metrics(rank: int, config_file: Path, *runs: list[str]) -> list[dict[str, Any]]:
+    evaluation.EXACT_ROWS = BINNED
+    return train(rank, config_file, *runs)
+
+
+def test_controls_on_two_processes_equal_those_on_one(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs(processes: str) -> list[list[str]]:
+        return [[*SAME, *overrides, f"output={tmp_path / name / processes}"] for name, overrides in CONTROLS.items()]
+
+    monkeypatch.setattr(evaluation, "EXACT_ROWS", BINNED)
+    on_one = train_with_binned_metrics(0, config_file, *runs("one"))
+    for overrides in runs("two"):
+        Trainer(load_config(config_file, overrides)).save()  # dense tables that TorchRec builds would start with other values
+    on_two, _ = run_processes(2, train_with_binned_metrics, config_file, *runs("two"))
+    for name, one, two in zip(CONTROLS, on_one, on_two, strict=True):
+        folders = [tmp_path / name / processes for processes in ("one", "two")]
+        assert losses(folders[1]) == pytest.approx(losses(folders[0]), rel=1e-5), name
+        for key, tolerance in (("ne", 1e-5), ("auc", 1e-4)):  # AUC counts pairs of rows, one of which may swap
+            measured = [[line[key] for line in lines(folder, "eval")] for folder in folders]
+            assert measured[1] == pytest.approx(measured[0], rel=tolerance), (name, key)
+        assert "auc_error" in one, "metrics were binned"
+        assert [two[key] for key in ("steps", "best_step", "rows")] == [one[key] for key in ("steps", "best_step", "rows")], name
+        assert_close(tensors(folders[1], one["steps"]), tensors(folders[0], one["steps"]), 1e-5)
+    assert on_one[-1]["best_step"] < on_one[-1]["steps"] < 24
+
+
+def terminated(trainer: Trainer, owner: Any, method: str, step: int) -> list[Any]:
+    """Train, and send SIGTERM only to process 1, in a method at a step; return what stopped it, and the latest checkpoint."""
+    original = getattr(owner, method)
+
+    def terminate(self: Any, *args: Any) -> Any:
+        if trainer.steps == step and trainer.processes.process_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *args)
+
+    setattr(owner, method, terminate)
+    try:
+        trainer.train()
+    except Interrupted as stop:
+        kept = latest_checkpoint(trainer.checkpoints)
+        return [str(stop).split(" with ")[0], kept and kept.name]
+    finally:
+        setattr(owner, method, original)
+    return ["trained to the end", None]
+
+
+def stop_in_turn(rank: int, config_file: Path) -> list[Any]:
+    quiet = ["training.log_every=100", "training.checkpoint_every=0"]
+    evaluating = [*quiet, "training.eval_every=8", "data.eval_batch_size=50"]
+    stops: list[Any] = [
+        terminated(Trainer(load_config(config_file, quiet)), Trainer, "_step", 4),
+        terminated(Trainer(load_config(config_file, evaluating)), BinaryMetrics, "update", 8),
+    ]
+    return [*stops, train(rank, config_file, evaluating)[0]["steps"]]
+
+
+def test_processes_stop_at_the_same_step_if_one_is_terminated(config_file: Path) -> None:
+    first, second = run_processes(2, stop_in_turn, config_file)
+    assert first == second
+    (in_a_step, kept), in_an_evaluation, steps = first
+    assert in_a_step in ("stopped by SIGTERM at step 5", "stopped by SIGTERM at step 6"), "without waiting for a log line"
+    assert kept == f"step_{int(in_a_step[-1]):08d}"
+    assert in_an_evaluation == ["stopped by SIGTERM at step 8", "step_00000008"]
+    assert steps == 12
+
+
+def train_in_groups(rank: int, config_file: Path, outputs: list[Path], overrides: list[str]) -> None:
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    settings = [*overrides, f"output={outputs[rank // 2]}", f"seed={rank // 2}"]
+    Trainer(load_config(config_file, settings), processes=Processes(groups[rank // 2])).train()
+
+
+def test_two_groups_of_processes_train_one_run_each(config_file: Path, tmp_path: Path) -> None:
+    overrides = [*HOT_ROWS, "training.eval_every=4", "tables.min_rows=1", "checkpoints.asynchronous=true"]
+    outputs = [tmp_path / "first", tmp_path / "second"]
+    run_processes(4, train_in_groups, config_file, outputs, overrides)
+    alone = [[*overrides, f"output={tmp_path / str(seed)}", f"seed={seed}"] for seed in range(2)]
+    run_processes(2, train, config_file, *alone)
+    for seed, output in enumerate(outputs):
+        assert_same_run(output, tmp_path / str(seed))
+    assert losses(outputs[0]) != losses(outputs[1])
+
+
+ASYNCHRONOUS = ["checkpoints.asynchronous=true", "training.checkpoint_every=2", "training.keep_checkpoints=9"]
+
+
+def test_asynchronous_checkpoints_are_those_of_their_step(config_file: Path, tmp_path: Path) -> None:
+    runs = [
+        [*ASYNCHRONOUS, *HOT_ROWS, f"output={tmp_path / kind}", f"checkpoints.asynchronous={kind}"] for kind in ("true", "false")
+    ]
+    run_processes(2, train, config_file, *runs)
+    for step in (2, 8, 12):
+        assert_close(tensors(tmp_path / "true", step), tensors(tmp_path / "false", step))
+
+
+def test_steps_continue_while_a_checkpoint_is_written(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    further, save, step = threading.Event(), checkpoint.save_checkpoint, Trainer._step
+    waited = []
+
+    def slow(*args: Any, **options: Any) -> Path:
+        waited.append(further.wait(60))
+        return save(*args, **options)
+
+    def noted(self: Trainer, batches: Any) -> torch.Tensor:
+        if self.steps == 3:
+            further.set()
+        return step(self, batches)
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", slow)
+    monkeypatch.setattr(Trainer, "_step", noted)
+    trainer = Trainer(load_config(config_file, ASYNCHRONOUS))
+    trainer.train()
+    assert all(waited)
+    assert checkpoint_at(trainer.checkpoints, 2)
+
+
+def test_a_failed_write_ends_the_run_at_the_next_step(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    trainer = Trainer(load_config(config_file, ASYNCHRONOUS))
+    with pytest.raises(OSError, match=r"cannot write checkpoint .*step_00000002 \(File exists\); free some space"):
+        trainer.train()
+    assert trainer.steps <= 4
+    with pytest.raises(RuntimeError, match=r"cannot write checkpoint .*step_00000002 \(File exists\)"):
+        run_processes(2, train, config_file, ASYNCHRONOUS)
+
+
+def test_a_launched_run_whose_processes_are_killed_restarts_and_equals_an_unbroken_one(config_file: Path, tmp_path: Path) -> None:
+    """One dies in a step, one while writing a checkpoint; the launcher restarts both each time. Only process 0 prints."""
+    settings = [*RANKS, "training.checkpoint_every=4", "training.steps=14"]
+    run_processes(2, train, config_file, [f"output={tmp_path / 'unbroken'}", *settings])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    program = [str(Path(__file__).with_name("killed_run.py")), "0:1:step:6", "1:0:checkpoint:8"]
+    run = ["train", "--config", str(config_file), f"output={tmp_path / 'broken'}", *settings]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OMP_NUM_THREADS": "1"}
+    launched = subprocess.run([*launcher, *program, *run], capture_output=True, text=True, env=environment, timeout=500)
+    assert launched.returncode == 0, launched.stderr
+    assert "step 4 of 14" in launched.stderr, "it resumed from the checkpoint before the one that was being written"
+    assert launched.stdout.count("14 steps, test AUC") == 1
+    assert_same_run(tmp_path / "broken", tmp_path / "unbroken")
