@@ -1,7 +1,7 @@
 """Writes the tables and figures of README and docs from committed rows: `python -m benchmarks.pages [--check]`.
 
-A figure is a PNG under benchmarks/results that keeps the hash of its rows. A page names a table of `page_tables` in a comment; the
-lines between it and the closing comment are generated:
+A figure is a PNG under benchmarks/results that keeps the hash of its rows. A page names a table in a comment; the lines between it
+and the closing comment are generated:
 
     <!-- table lookup -->
     | TT tables | FBGEMM | ours |
@@ -14,25 +14,41 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
 from PIL import Image
 
+from benchmarks import quality_tables, tables
 from benchmarks.harness.cli import run_command
-from benchmarks.harness.rows import read_rows
-from benchmarks.page_tables import TABLES
-from benchmarks.page_tables.rows import RESULTS
-from benchmarks.plot import plot_rows
+from benchmarks.harness.rows import Row, read_rows
+from benchmarks.harness.text import format_size
+from benchmarks.quality.figure import quality_figure
+from benchmarks.tables import RESULTS
 
 ROOT = RESULTS.parents[1]
-FIGURES = {
-    "quality.png": "*/quality.jsonl",
-    "cpu-2-amd-epyc-avx512/dlrm.png": "cpu-2-amd-epyc-avx512/dlrm.jsonl",
-    "cpu-2-intel-xeon-processor-avx512/lookup-scaling.png": "cpu-2-intel-xeon-processor-avx512/lookup-scaling.jsonl",
-    "cpu-2-amd-epyc/sharding-grid.png": "cpu-2-amd-epyc/sharding-grid.jsonl",
-    "cpu-2-amd-epyc-avx2/preprocess-memory.png": "cpu-2-amd-epyc-avx2/preprocess-memory.jsonl",
+TABLES: dict[str, Callable[[], str]] = {
+    "whole-model": tables.whole_model,
+    "kaggle-model": tables.kaggle_model,
+    "lookup": partial(tables.lookup, tables.XEON),
+    "lookup-avx2": partial(tables.lookup, tables.EPYC_AVX2),
+    "linear": tables.linear,
+    "transformer": tables.transformer,
+    "mlperf": tables.mlperf,
+    "serve": tables.serve,
+    "preprocess": tables.preprocess,
+    "equal-bytes": quality_tables.equal_bytes,
+    "quality-ne": partial(quality_tables.quality, "ne"),
+    "quality-auc": partial(quality_tables.quality, "auc"),
+    "quality-types": quality_tables.quality_of_dtypes,
+    "quality-splits": quality_tables.quality_of_splits,
+    "quality-meaning": quality_tables.quality_with_meaning,
+    "quality-decays": quality_tables.quality_of_decays,
 }
+FIGURES = {"quality.png": "*/quality.jsonl"}
 """Figure -> the files of its rows."""
 _BLOCK = re.compile(r"(?m)^<!-- table (\S+) -->\n(?:.*\n)*?<!-- end of table -->$")
 
@@ -73,6 +89,19 @@ def stale_figures() -> dict[Path, tuple[list[Path], str]]:
 def _source(figure: Path) -> str | None:
     with Image.open(figure) as image:
         return image.info.get("Source")
+
+
+def plot_rows(rows: Sequence[Row], path: Path, source: str = "") -> None:
+    """Plot the rows of `quality` as PNG, whose metadata keep `source`."""
+    figure = quality_figure(rows)
+    sizes = {name: size for name, size in rows[0].shapes.items() if all(row.shapes.get(name) == size for row in rows)}
+    title = f"{rows[0].op}: {', '.join(f'{name} {format_size(size)}' for name, size in sizes.items())}, {rows[0].dtype}"
+    first_rows = {row.machine: row for row in reversed(rows)}.values()  # of each machine
+    runs = [f"{row.machine}, {row.threads} threads, commit {row.commit}" for row in first_rows]
+    figure.suptitle("\n".join([textwrap.fill(title, width=int(13 * figure.get_figwidth())), *runs]), fontsize=9)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=120, metadata={"Source": source} if source else None)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,51 +18,20 @@ from benchmarks.harness.rows import RowWriter, read_rows
 from benchmarks.harness.text import format_case
 from benchmarks.harness.timing import Plan
 
-# name -> (module, what it compares); the module's `run(settings)` yields the rows of each case.
+# name -> (module and function, what it compares); the function yields the rows of each case.
 BENCHMARKS = {
-    "lookup": (
-        "benchmarks.lookup.criteo_tables",
-        "tables of a collection: dense, FBGEMM's fused, TT with and without dedup",
-    ),
-    "lookup-scaling": ("benchmarks.lookup.scaling", "the same for several batch sizes and skews of the ids"),
-    "lookup-memory": ("benchmarks.lookup.memory", "peak memory of training a table of 100 million rows"),
-    "hot-rows": ("benchmarks.lookup.hot_rows", "TT tables of equal bytes, with and without hot rows"),
-    "distributed": ("benchmarks.sharding.distributed", "a sharded table: what each way of sharding sends, and its step"),
-    "trainer-loop": ("benchmarks.training.loop", "steps of the trainer and of a hand-written TorchRec loop, on two processes"),
-    "planned": ("benchmarks.sharding.planned", "the planner's estimates, and measured memory and steps of 1, 2 and 4 processes"),
-    "scale-model": ("benchmarks.sharding.scale_model", "a model of steps on 8 to 512 GPUs, from counted bytes and multiply-adds"),
-    "sharding-grid": ("benchmarks.sharding.grid", "the planner's estimates and choice: where copies of cores beat moving bags"),
-    "preprocess": ("benchmarks.data.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec; resumes"),
-    "preprocess-memory": ("benchmarks.data.memory", "peak memory of comera preprocess and its limit, by kind of log; resumes"),
-    "preprocess-formats": ("benchmarks.data.formats", "comera preprocess of one log as text, quoted CSV, JSON lines and Parquet"),
-    "loader": ("benchmarks.data.loader", "a data set to training batches"),
-    "ordering": ("benchmarks.lookup.ordering", "ids by frequency, by communities, at random: unique digits, and the lookup"),
-    "linear": ("benchmarks.linear.layers", "linear layers: nn.Linear and TTLinear"),
-    "transformer": (
-        "benchmarks.linear.transformer",
-        "training a six-encoder transformer: dense, GaLore in three forms, LTE, low rank, TT",
-    ),
-    "conversion": ("benchmarks.lookup.conversion", "peak memory of TT-SVD of a table of 10 million rows, besides the table"),
-    "dlrm": ("benchmarks.training.dlrm", "a whole DLRM: dense, and 99 to 1,000 times smaller; resumes"),
-    "mlperf": (
-        "benchmarks.training.mlperf",
-        "MLPerf's DLRM-DCNv2 at its original sizes, tables 1,000 times smaller: a step part by part, peak memory",
-    ),
-    "serve": ("benchmarks.serving.packages", "requests: packages of a TT model and TorchRec's quantized dense one"),
-    "serve-http": ("benchmarks.serving.http", "requests to comera serve over HTTP from wrk, and their p99"),
-    "gpu-lookup": ("benchmarks.gpu.lookup", "the lookup on a GPU: dense, FBGEMM, TT tables with and without a CUDA graph"),
-    "float8": ("benchmarks.linear.float8", "matrix products: float32, bfloat16, float8"),
-    "gpu-dlrm": (
-        "benchmarks.gpu.dlrm",
-        "steps of a whole DLRM: dense, TT, TT in a CUDA graph; `--device cpu` omits the graph",
-    ),
-    "gpu-static": ("benchmarks.gpu.static", "a model of the lookup's step on GPUs from compiled kernels; nothing is measured"),
-    "sst2": ("benchmarks.text.sst2", "SST-2 from scratch: dense, TT, low rank, LTE, GaLore; needs --data; resumes"),
-    "code": ("benchmarks.text.code", "masked-language pre-training on Python's library: dense, and TT four times smaller; resumes"),
-    "quality": ("benchmarks.quality.runs", "predictions of models whose tables take equal bytes; resumes"),
+    "lookup": ("lookup.tables:run", "tables of a collection: dense, FBGEMM's fused, TT with and without dedup"),
+    "linear": ("linear:run", "linear layers: nn.Linear and TTLinear"),
+    "transformer": ("transformer:run", "training a six-encoder transformer: dense, low rank, TT"),
+    "dlrm": ("dlrm:run", "a whole DLRM: dense, and 99 to 1,000 times smaller; resumes"),
+    "gpu-dlrm": ("dlrm:run_steps", "steps of a whole DLRM: dense, TT, and on a GPU TT in a CUDA graph"),
+    "mlperf": ("mlperf:run", "MLPerf's DLRM-DCNv2, tables 1,000 times smaller: a step part by part, peak memory"),
+    "preprocess": ("preprocess:run", "raw logs to a data set: comera preprocess, pandas, DuckDB, torchrec; resumes"),
+    "serve": ("serve:run", "requests: packages of a TT model and TorchRec's quantized dense one"),
+    "quality": ("quality.runs:run", "predictions of models whose tables take equal bytes; resumes"),
+    "gpu-static": ("gpu.static:run", "the lookup's kernels, compiled for GPUs: registers, shared memory, instructions"),
 }
-RESUMABLE = ("quality", "dlrm", "preprocess", "preprocess-memory", "sst2", "code")
-NEED_DATA = ("sst2",)  # skipped by `all` without --data
+RESUMABLE = ("quality", "dlrm", "preprocess")
 _FILE = click.Path(path_type=Path)
 
 
@@ -84,9 +52,9 @@ _FILE = click.Path(path_type=Path)
     "--data",
     type=_FILE,
     metavar="FOLDER",
-    help="quality: implicit feedback, see benchmarks/quality/data_sets.py; sst2: its TSV files; preprocess: where to keep logs.",
+    help="quality: implicit feedback, see benchmarks/quality/data_sets.py; preprocess: where to keep logs.",
 )
-@click.option("--no-memory", is_flag=True, help="Don't measure peak extra memory, which takes a process for each provider.")
+@click.option("--no-memory", is_flag=True, help="Don't measure the peak extra memory of calls.")
 def run(
     name: str,
     quick: bool,
@@ -109,10 +77,8 @@ def run(
       python -m benchmarks.run lookup --quick --json lookup.jsonl
       python -m benchmarks.run all --save
     """
-    if quick and save:
-        raise click.UsageError("--save keeps results of full runs: drop --quick, or write the rows with --json")
-    if only and save and name not in RESUMABLE:
-        raise click.UsageError("--save keeps results of full runs: drop --only, or write the rows with --json")
+    if save and (quick or (only and name not in RESUMABLE)):
+        raise click.UsageError("--save keeps results of full runs: drop --quick and --only, or write the rows with --json")
     if threads is not None:
         torch.set_num_threads(threads)
     plan = Plan(warmup=1, min_rounds=5, max_rounds=5) if quick else Plan()
@@ -121,23 +87,24 @@ def run(
     settings = Settings(
         quick=quick, device=_require_device(device), seed=seed, memory=not no_memory, only=_sizes(only), plan=plan, data=data
     )
-    with contextlib.ExitStack() as stack:
-        if json_file and name in RESUMABLE and json_file.exists():
-            settings = replace(settings, finished=read_rows(json_file))
-        everything = stack.enter_context(RowWriter(json_file, append=name in RESUMABLE)) if json_file else None
-        for chosen in [each for each in BENCHMARKS if data or each not in NEED_DATA] if name == "all" else [name]:
-            with contextlib.ExitStack() as inner:
-                resumable = chosen in RESUMABLE
-                path = results_path(chosen, device)
-                kept = inner.enter_context(RowWriter(_made(path), append=resumable)) if save else None
-                if kept and resumable:
-                    settings = replace(settings, finished=read_rows(path))
-                module = importlib.import_module(BENCHMARKS[chosen][0])
-                rows: Iterator[list] = module.run(settings)
-                for case in rows:
-                    for writer in filter(None, (everything, kept)):
-                        writer.write(case)
-                    tqdm.write(getattr(module, "format_case", format_case)(case) + "\n")
+    if json_file and name == "all":
+        json_file.unlink(missing_ok=True)  # all append their rows
+    for chosen in BENCHMARKS if name == "all" else [name]:
+        resumes = chosen in RESUMABLE
+        append = {json_file: resumes or name == "all"} if json_file else {}
+        if save:
+            kept = results_path(chosen, device)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            append[kept] = resumes
+        finished = [row for path in list(append)[-1:] if resumes and path.exists() for row in read_rows(path)]
+        module, function = BENCHMARKS[chosen][0].split(":")
+        measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+        with ExitStack() as files:
+            writers = [files.enter_context(RowWriter(path, append=appends)) for path, appends in append.items()]
+            for rows in measure(replace(settings, finished=finished)):
+                for writer in writers:
+                    writer.write(rows)
+                tqdm.write(format_case(rows) + "\n")
     if json_file:
         click.echo(f"wrote {json_file}")
 
@@ -155,11 +122,6 @@ def _sizes(only: str) -> dict[str, str]:
     if not all(equals for _, equals, _ in pairs):
         raise click.UsageError(f"--only is {only!r}: write SIZE=VALUE, separated by commas")
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _made(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,12 @@ def describe(device: str) -> dict[str, Any]:
 
 def _hardware() -> dict[str, str]:
     """What the CPU model's name doesn't tell: vector instructions, caches, memory, and the huge-page setting."""
-    cpuinfo, caches = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
-    flags = re.search(r"^flags\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    vectors = [flag for flag in (flags[1].split() if flags else ()) if re.match(r"avx|fma|f16c|amx", flag)]
+    caches, huge = Path("/sys/devices/system/cpu/cpu0/cache"), Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    vectors = [flag for flag in _cpuinfo("flags").split() if re.match(r"avx|fma|f16c|amx", flag)]
     hardware = {"cpu": _cpu_model(), "flags": " ".join(vectors), "kernels": ops.cpu()}
-    for cache in sorted(caches.glob("index*")):
-        level, kind, size = ((cache / name).read_text().strip() for name in ("level", "type", "size"))
+    for folder in sorted(caches.glob("index*")):
+        level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
         hardware[f"L{level} {kind.lower()}"] = size
-    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     hardware["huge pages"] = re.sub(r".*\[(.*)\].*", r"\1", huge.read_text().strip()) if huge.exists() else "unknown"
     return hardware
 
@@ -71,9 +70,13 @@ def _slug(text: str) -> str:
 
 
 def _cpu_model() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(name: str) -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    return match[1] if match else platform.processor() or platform.machine()
+    match = re.search(rf"^{name}\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return match[1] if match else ""
 
 
 def _version(names: tuple[str, ...]) -> str:
@@ -85,6 +88,7 @@ def _version(names: tuple[str, ...]) -> str:
     return "none"
 
 
+@cache
 def _commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=FOLDER, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""From cases to rows: measures memory while this process is small, then checks agreement and times providers, case by case."""
+"""From cases to rows: checks agreement, then measures memory and times providers, case by case."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from tqdm import tqdm
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.environment import describe
-from benchmarks.harness.memory import Call, Prepared, memory_is_measurable, peak_extra_memory
+from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan, alternate, percentiles
-from benchmarks.harness.workload import PASSES, Case, Workload
+from benchmarks.harness.workload import PASSES, Sizes, Workload
 
 Build = Callable[[Any, str, int], Workload]
-Peaks = Mapping[str, Mapping[str, list[float]]]
-AnyCase = TypeVar("AnyCase", bound=Case)
+AnyCase = TypeVar("AnyCase", bound=Sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Settings:
     seed: int = 0
     memory: bool = True
     only: Mapping[str, str] = field(default_factory=dict)
-    """Sizes that a case must have to be measured, by the names of `Case.shapes`."""
+    """Sizes that a case must have to be measured, by the names of `Sizes.shapes`."""
     plan: Plan = field(default_factory=Plan)
     data: Path | None = None
     """A folder of data outside the repository."""
@@ -68,18 +67,15 @@ def each_case(
         replaced: fields of the rows that differ from `describe`.
 
     Yields:
-        A case, and `case_rows` without its first four arguments.
+        A case, and `case_rows` without its first three arguments.
     """
-    environment = describe(settings.device) | replaced
     finished = [row.shapes for row in settings.finished if row.op == op]
     left = [case for case in chosen(cases, settings.only) if case.shapes() not in finished]
     for case in tqdm(left, desc=op, unit="case", disable=None):
-        yield case, partial(case_rows, op, case, settings, environment)
+        yield case, partial(case_rows, op, case, settings, **replaced)
 
 
-def measure_cases(
-    op: str, cases: Iterable[AnyCase], build: Build, settings: Settings, build_for_memory: Build | None = None
-) -> Iterator[list[Row]]:
+def measure_cases(op: str, cases: Iterable[AnyCase], build: Build, settings: Settings) -> Iterator[list[Row]]:
     """Measure cases one after the other, with a progress bar on a terminal.
 
     Args:
@@ -87,50 +83,16 @@ def measure_cases(
         cases: what to measure.
         build: (case, device, seed) -> workload.
         settings: from the command line.
-        build_for_memory: used instead of `build` to measure memory. Importable by name, because child processes call it.
 
     Yields:
         The rows of each case.
     """
-    cases = chosen(cases, settings.only)
-    environment = describe(settings.device)
-    peaks: list[Peaks] = [{} for _ in cases]
-    if settings.memory and memory_is_measurable(settings.device):
-        # Memory comes first for all cases, because this process may hold gigabytes once timing begins.
-        progress = tqdm(cases, desc=f"{op}, memory", unit="case", disable=None)
-        peaks = [measure_memory(case, build_for_memory or build, settings) for case in progress]
-    for case, peak in zip(tqdm(cases, desc=op, unit="case", disable=None), peaks, strict=True):
-        yield measure_case(op, case, build, settings, environment, peak)
+    for case in tqdm(chosen(cases, settings.only), desc=op, unit="case", disable=None):
+        yield measure_case(op, case, build, settings)
 
 
-def measure_memory(case: Case, build: Build, settings: Settings) -> Peaks:
-    """Provider -> pass -> MiB of a few calls, measured in one child process per provider, one at a time."""
-    return {
-        name: peak_extra_memory(prepare_calls, build, case, settings.device, settings.seed, name, device=settings.device)
-        for name in build(case, settings.device, settings.seed).providers
-    }
-
-
-def prepare_calls(build: Build, case: Case, device: str, seed: int, provider: str) -> Prepared:
-    """Warm up a provider; return its passes, always on the first input, and its `release`, for `peak_extra_memory`."""
-    instance = build(case, device, seed).providers[provider]()
-    calls = {pass_: partial(_on_first_input, call) for pass_, call in instance.passes.items()}
-    for call in calls.values():
-        call(0)  # optimizer state and compiled kernels don't count as a call's extra memory
-    return calls, instance.release
-
-
-def _on_first_input(call: Call, turn: int) -> object:
-    return call(0)
-
-
-def measure_case(op: str, case: Case, build: Build, settings: Settings, environment: Mapping[str, Any], peaks: Peaks) -> list[Row]:
-    """Measure one case.
-
-    Args:
-        op, case, build, settings: as for `measure_cases`.
-        environment: fields that are the same for all rows.
-        peaks: the result of `measure_memory`, which the rows also report.
+def measure_case(op: str, case: Sizes, build: Build, settings: Settings) -> list[Row]:
+    """Measure one case; arguments as for `measure_cases`.
 
     Raises:
         Disagreement: if any provider's values are wrong; nothing of the case is timed then.
@@ -149,49 +111,50 @@ def measure_case(op: str, case: Case, build: Build, settings: Settings, environm
     del reference
     gc.collect()
 
-    tell = partial(case_rows, op, case, settings, environment, baselines=workload.baselines)
     synchronize = (lambda: torch.cuda.synchronize(settings.device)) if settings.device.startswith("cuda") else lambda: None
     rows = []
     for pass_ in PASSES:
         able = {name: provider for name, provider in providers.items() if pass_ in provider.passes}
         calls = {name: provider.passes[pass_] for name, provider in able.items()}
         counted = {name: workload.counted(provider, pass_) for name, provider in able.items()}
-        if calls:
-            rows += tell(pass_, "ms", alternate(calls, settings.plan, synchronize=synchronize), counted)
-        rows += tell(pass_, "MiB", {name: of[pass_] for name, of in peaks.items() if pass_ in of}, counted)
+        memory = {}
+        if settings.memory and memory_is_measurable(settings.device):
+            for name, call in calls.items():
+                call(0)
+                memory[name] = peak_extra_memory(partial(call, 0), able[name].release)
+        samples = alternate(calls, settings.plan, synchronize=synchronize) if calls else {}
+        for unit, measured in (("ms", samples), ("MiB", memory)):
+            rows += case_rows(op, case, settings, pass_, unit, measured, counted, workload.baselines)
     return rows
 
 
 def case_rows(
     op: str,
-    case: Case,
+    case: Sizes,
     settings: Settings,
-    environment: Mapping[str, Any],
     pass_: str,
     unit: str,
     samples: Mapping[str, list[float]],
     counted: Mapping[str, dict[str, float]],
     baselines: Iterable[str] = (),
+    **replaced: Any,
 ) -> list[Row]:
     """Make a row for each provider that has samples of a pass, with ratios to the baselines that also have some."""
     spreads = {name: percentiles(values) for name, values in samples.items()}
+    common = {
+        "op": op, "shapes": case.shapes(), "dtype": case.dtype, "pass_": pass_, "unit": unit, "seed": settings.seed,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **describe(settings.device), **replaced,
+    }  # fmt: skip
     return [
         Row(
-            op=op,
             provider=name,
-            shapes=case.shapes(),
-            dtype=case.dtype,
-            pass_=pass_,
             p20=p20,
             p50=p50,
             p80=p80,
-            unit=unit,
             samples=len(samples[name]),
             ratios={other: spreads[other][1] / p50 for other in baselines if other in spreads and p50 > 0},
             counted=counted.get(name, {}),
-            seed=settings.seed,
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            **environment,
+            **common,
         )
         for name, (p20, p50, p80) in spreads.items()
     ]

@@ -1,126 +1,47 @@
-"""Peak extra memory of calls, native allocations included, in a process that does nothing else."""
+"""Peak memory, native allocations included: what a call adds, and what a process has taken."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import multiprocessing
 import os
 import re
-import sys
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from comera_rec.training.memory import return_freed_memory
 
-Call = Callable[[int], object]
-Prepared = tuple[Mapping[str, Call], Callable[[], None]]
-
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
-_LARGE = 64 << 10
 
 
 def memory_is_measurable(device: str) -> bool:
-    """Whether the peak can be reset and read here: CUDA devices, and CPUs under Linux."""
-    return device.startswith("cuda") or os.access(_CLEAR_REFS, os.W_OK)
+    """Whether the peak can be reset and read here: on CPUs, under Linux."""
+    return device == "cpu" and os.access(_CLEAR_REFS, os.W_OK)
 
 
-def peak_extra_memory(
-    prepare: Callable[..., Prepared], *arguments: Any, device: str = "cpu", repeats: int = 2
-) -> dict[str, list[float]]:
-    """Measure by how many MiB each call raises a fresh process's peak above its memory just before the call; by the call's name.
-
-    On CPU that is the growth of the peak resident set (VmHWM), which covers every allocator; on CUDA it is torch's own count.
+def peak_extra_memory(call: Callable[[], object], release: Callable[[], object] = lambda: None, *, repeats: int = 2) -> list[float]:
+    """Measure by how many MiB a call raises the peak of this process's resident memory above what was resident just before.
 
     Args:
-        prepare: a function importable by name. It runs in the child, does everything that should not be counted (imports, weights,
-            warming up), and returns the calls by name and a function that frees what a call leaves behind.
-        arguments: for `prepare`; picklable.
-        device: where the call allocates.
-        repeats: how often each call is measured.
-
-    Raises:
-        ValueError: if the peak can't be reset here.
-        RuntimeError: if the child fails or is killed.
+        call: what to measure. It has run before, so that optimizer state and compiled kernels don't count.
+        release: frees what a call leaves behind; called before each measurement.
+        repeats: how often the call is measured.
     """
-    if not memory_is_measurable(device):
-        raise ValueError(f"peak memory can't be reset on {device} on this system: measure it on Linux")
-    # A fork server imports modules once but runs no kernels, so its forks start quickly and inherit no broken thread pools.
-    context = multiprocessing.get_context("forkserver")
-    # torch.optim imports torch._dynamo on first use, which takes seconds.
-    ours = [name for name in sys.modules if name.startswith("benchmarks.")]
-    context.set_forkserver_preload([*ours, prepare.__module__, "torch._dynamo"])
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_measure, args=(sender, prepare, arguments, device, repeats, torch.get_num_threads()))
-    child.start()
-    sender.close()
-    try:
-        peaks, error = receiver.recv()
-    except EOFError:
-        peaks, error = {}, ""
-    child.join()
-    if error or not peaks:
-        raise RuntimeError(f"measuring memory failed in the child process (exit status {child.exitcode}): {error or 'killed'}")
-    return dict(peaks)
-
-
-def _measure(
-    sender: Connection, prepare: Callable[..., Prepared], arguments: tuple[Any, ...], device: str, repeats: int, threads: int
-) -> None:
-    try:
-        torch.set_num_threads(threads)
-        on_gpu = device.startswith("cuda")
-        if not on_gpu:
-            return_freed_memory_at_once()
-        calls, release = prepare(*arguments)
-        peaks: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(repeats):
-            for name, call in calls.items():
-                release()
-                gc.collect()
-                peaks[name].append(_cuda_peak(call, turn, device) if on_gpu else resident_peak(call, turn))
-        sender.send((peaks, ""))
-    except Exception as error:
-        sender.send(({}, f"{type(error).__name__}: {error}"))
+    peaks = []
+    for _ in range(repeats):
+        release()
+        gc.collect()
+        return_freed_memory()  # a call that reuses freed blocks would not raise the peak
+        _CLEAR_REFS.write_text("5")  # sets VmHWM to VmRSS
+        before = _kib("VmRSS")
+        result = call()
+        peaks.append(max(0, _kib("VmHWM") - before) / 1024)
+        del result
+    return peaks
 
 
 def resident_peak_mib() -> float:
     """The peak of this process's resident memory since it started, in MiB, libraries included."""
     return _kib("VmHWM") / 1024
-
-
-def return_freed_memory_at_once() -> None:
-    # glibc keeps freed blocks resident; a call that reuses them would not raise the peak.
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        libc.mallopt(_M_TRIM_THRESHOLD, _LARGE)
-
-
-def resident_peak(call: Call, turn: int) -> float:
-    return_freed_memory()
-    _CLEAR_REFS.write_text("5")  # sets VmHWM to VmRSS
-    before = _kib("VmRSS")
-    result = call(turn)
-    peak = _kib("VmHWM")
-    del result
-    return max(0, peak - before) / 1024
-
-
-def _cuda_peak(call: Call, turn: int, device: str) -> float:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    result = call(turn)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    del result
-    return (peak - before) / 2**20
 
 
 def _kib(name: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-UNITS = ("ms", "MiB", "NE", "accuracy", "loss")
+UNITS = ("ms", "MiB", "NE", "instructions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +22,19 @@ class Row:
         provider: the implementation that did the work.
         shapes: sizes of the case: batch, rows, dim, order, ranks, distribution of the ids and so on; plain JSON values.
         dtype: type of the weights.
-        pass_: "forward", "forward+backward", "step" (with the optimizer's update) or "run" (of a whole program); for whole
-            trainings "tune" or "test"; "estimate" where nothing was measured; "pass" in JSON.
+        pass_: "forward", "forward+backward", "step" (with the optimizer's update) or "run" (of a whole program); "test" of a whole
+            training; "compiled" where nothing ran; "pass" in JSON.
         p20, p50, p80: percentiles over the samples.
-        unit: "ms" for time, "MiB" for the peak extra memory of one call ("mlperf": of a whole process), of a trained model "NE" for
-            the normalized cross-entropy, "accuracy", or "loss" for the cross-entropy in nats.
+        unit: "ms" for time, "MiB" for the peak extra memory of one call ("mlperf": of a whole process), "NE" for the normalized
+            cross-entropy of a trained model, "instructions" of a compiled kernel.
         samples: number of calls that the percentiles are taken over.
         ratios: baseline -> the baseline's p50 over this p50, in the same run; above 1 is better than the baseline.
         counted: what was counted instead of measured, e.g. params, flops.
         device: "cpu" or "cuda".
-        machine: kind of machine, the folder of its results, or what an estimate is for.
+        machine: kind of machine, the folder of its results, or the architecture that a kernel was compiled for.
         hardware: the machine's CPU flags and cache sizes; empty in rows older than this field.
         versions: of python, torch, torchrec, fbgemm and comera-rec.
-        threads: CPU threads of torch; 0 where nothing was measured.
+        threads: CPU threads of torch; 0 where nothing ran.
         commit: of this repository, with "-dirty" where tracked files differ from it.
         seed: seed of weights and inputs.
         date: UTC, ISO 8601.
@@ -78,13 +78,11 @@ class Row:
         Raises:
             ValueError: naming the keys that are missing or unknown.
         """
-        record = json.loads(line)
+        record = {"hardware": {}, **json.loads(line)}
         names = {f.name.rstrip("_"): f.name for f in fields(cls)}
-        if isinstance(record, dict):
-            record.setdefault("hardware", {})
-        if not isinstance(record, dict) or set(record) != set(names):
-            keys = set(record) if isinstance(record, dict) else set()
-            raise ValueError(f"not a benchmark row: missing {sorted(set(names) - keys)}, unknown {sorted(keys - set(names))}")
+        missing, unknown = sorted(names.keys() - record.keys()), sorted(record.keys() - names.keys())
+        if missing or unknown:
+            raise ValueError(f"not a benchmark row: missing {missing}, unknown {unknown}")
         return cls(**{names[key]: value for key, value in record.items()})
 
 

@@ -24,13 +24,13 @@ def format_case(rows: Sequence[Row]) -> str:
     by_line: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         by_line.setdefault((row.pass_, row.provider), {})[row.unit] = row
-    cells = [["pass", "provider", f"p50 {unit}", "p20..p80", *(f"vs {name}" for name in baselines), "of limit", "MiB", "counted"]]
+    cells = [["pass", "provider", f"p50 {unit}", "p20..p80", *(f"vs {name}" for name in baselines), "MiB", "counted"]]
     for line, by_unit in by_line.items():
         main, memory = by_unit.get(unit), by_unit.get("MiB") if unit != "MiB" else None
         spread = f"{short(main.p20)}..{short(main.p80)}" if main and main.samples > 1 else ""
         ratios = [f"{main.ratios[name]:.2f}x" if main and name in main.ratios else "" for name in baselines]
         own = {name: value for row in by_unit.values() for name, value in row.counted.items() if name not in common}
-        cells.append([*line, _p50(main), spread, *ratios, _of_limit(main), _p50(memory), _counted(own)])
+        cells.append([*line, _p50(main), spread, *ratios, _p50(memory), _counted(own)])
     used = [column for column in range(len(cells[0])) if any(line[column] for line in cells[1:])]
     cells = [[line[column] for column in used] for line in cells]
     table = aligned(cells, left=[column for column, name in enumerate(cells[0]) if name in ("pass", "provider", "counted")])
@@ -61,13 +61,8 @@ def format_size(value: object) -> str:
 
 
 def _p50(row: Row | None) -> str:
-    digits = {"ms": 3, "MiB": 1}
+    digits = {"ms": 3, "MiB": 1, "instructions": 0}
     return f"{row.p50:,.{digits.get(row.unit, 4)}f}" if row else ""
-
-
-def _of_limit(row: Row | None) -> str:
-    """Format a median divided by the least time that the pass's bytes or multiply-adds take on this machine."""
-    return f"{row.p50 / row.counted['limit_ms']:.1f}x" if row and "limit_ms" in row.counted else ""
 
 
 def _counted(counted: Mapping[str, float]) -> str:

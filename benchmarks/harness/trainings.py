@@ -12,58 +12,48 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, case_rows
 from benchmarks.harness.rows import Row
+from benchmarks.harness.workload import Sizes
 
 SEEDS = 3
-TRAININGS = {
-    "quality": ("NE", "val_ne"),
-    "dlrm": ("NE", "val_ne"),
-    "sst2": ("accuracy", "train_loss"),
-    "code": ("loss", "train_loss"),
-}
-"""op -> the unit of its score on the test split, and what is counted to choose rates by: the lowest is best."""
 
-Sizes = Mapping[str, Any]
+Shapes = Mapping[str, Any]
 Trained = tuple[float, dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Training:
-    sizes: dict[str, Any]
-    dtype: str
+class _Training(Sizes):
+    values: dict[str, Any]
 
     def shapes(self) -> dict[str, Any]:
-        return self.sizes
+        return self.values
 
 
 def train_all(
     op: str,
-    cases: Sequence[tuple[Sizes, Sequence[float]]],
+    cases: Sequence[tuple[Shapes, Sequence[float]]],
     train: Callable[[dict[str, Any], int], Trained | None],
     settings: Settings,
     rows: list[Row],
     *,
-    seeds: int = SEEDS,
     dtype: str = "float32",
     more_rates: Sequence[float] = (),
 ) -> Iterator[list[Row]]:
     """Yield the rows of all trainings that are not finished.
 
     Args:
-        op: a key of `TRAININGS`.
+        op: the benchmark's name.
         cases: sizes and learning rates. `settings.only` may select by patterns of a size, separated by `|`.
-        train: (sizes with "lr", seed) -> score and counted quantities, or None if the case is impossible.
+        train: (sizes with "lr", seed) -> NE on the test split and counted quantities, or None if the case is impossible. Rates are
+            chosen by the smallest "val_ne", which is counted.
         settings: from the command line; if quick, there is only one seed.
         rows: those of finished trainings; new ones are appended.
-        seeds: number of seeds.
         dtype: type of the weights.
         more_rates: ascending; while a case's best rate is the lowest or highest one tried, its neighbor here is tried too.
     """
-    environment = describe(settings.device)
     cases = [case for case in cases if _is_selected(case[0], settings.only)]
-    plan = [(*case, seed) for seed in range(1 if settings.quick else seeds) for case in cases]
+    plan = [(*case, seed) for seed in range(1 if settings.quick else SEEDS) for case in cases]
     for sizes, rates, more in tqdm(plan, desc=op, unit="case", disable=None):
         seed = settings.seed + more
         for lr in filter(None, [best_rate(rows, sizes)]) if more else _rates(rows, sizes, rates, more_rates):
@@ -73,15 +63,15 @@ def train_all(
             trained = train(shapes, seed)
             if trained is None:
                 break
-            score, counted = trained
-            method, case = sizes["method"], _Training(sizes=shapes, dtype=dtype)
-            unit, samples = TRAININGS[op][0], {method: [score]}
-            row = case_rows(op, case, replace(settings, seed=seed), environment, "test", unit, samples, {method: counted})
+            ne, counted = trained
+            method, case = sizes["method"], _Training(values=shapes, dtype=dtype)
+            seeded = replace(settings, seed=seed)
+            row = case_rows(op, case, seeded, "test", "NE", {method: [ne]}, {method: counted})
             rows += row
             yield row
 
 
-def _is_selected(sizes: Sizes, only: Mapping[str, str]) -> bool:
+def _is_selected(sizes: Shapes, only: Mapping[str, str]) -> bool:
     return all(
         any(fnmatchcase(str(sizes[name]), pattern) for pattern in patterns.split("|"))
         for name, patterns in only.items()
@@ -89,7 +79,7 @@ def _is_selected(sizes: Sizes, only: Mapping[str, str]) -> bool:
     )
 
 
-def _rates(rows: Sequence[Row], sizes: Sizes, rates: Sequence[float], more_rates: Sequence[float]) -> Iterator[float]:
+def _rates(rows: Sequence[Row], sizes: Shapes, rates: Sequence[float], more_rates: Sequence[float]) -> Iterator[float]:
     """Yield rates, then further ones, until the best of those in `rows` has worse ones on both sides."""
     yield from rates
     while (best := best_rate(rows, sizes)) is not None:
@@ -101,17 +91,17 @@ def _rates(rows: Sequence[Row], sizes: Sizes, rates: Sequence[float], more_rates
         yield from further
 
 
-def first_runs(rows: Sequence[Row], sizes: Sizes) -> list[Row]:
+def first_runs(rows: Sequence[Row], sizes: Shapes) -> list[Row]:
     """The runs of a case's first seed, which tried all rates."""
     rows = [row for row in rows if _case(row.shapes) == _case(sizes)]
     first = min((row.seed for row in rows), default=0)
     return [row for row in rows if row.seed == first]
 
 
-def best_rate(rows: Sequence[Row], sizes: Sizes) -> float | None:
+def best_rate(rows: Sequence[Row], sizes: Shapes) -> float | None:
     """The rate that the first seed's runs of a case choose; None if there are none."""
     runs = first_runs(rows, sizes)
-    return min(runs, key=lambda row: row.counted[TRAININGS[row.op][1]]).shapes["lr"] if runs else None
+    return min(runs, key=lambda row: row.counted["val_ne"]).shapes["lr"] if runs else None
 
 
 def at_best_rate(rows: Sequence[Row]) -> list[Row]:
@@ -123,5 +113,5 @@ def at_best_rate(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.shapes["lr"] == best[_case(row.shapes)]]
 
 
-def _case(sizes: Sizes) -> frozenset:
+def _case(sizes: Shapes) -> frozenset:
     return frozenset((name, value) for name, value in sizes.items() if name != "lr")

@@ -12,24 +12,14 @@ from torch import Tensor, nn
 PASSES = ("forward", "forward+backward", "step", "run")
 
 
-class Case(Protocol):
-    """Sizes of one case: a frozen dataclass, picklable."""
-
-    @property
-    def dtype(self) -> str:
-        """Type of the weights."""
-
-    def shapes(self) -> dict[str, Any]:
-        """The sizes as plain JSON values, for `Row.shapes`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A case whose sizes are its fields."""
+    """Sizes of one case; picklable."""
 
     dtype: str = "float32"
 
     def shapes(self) -> dict[str, Any]:
+        """The sizes as plain JSON values, for `Row.shapes`; by default all fields."""
         return {size.name: getattr(self, size.name) for size in fields(self) if size.name != "dtype"}
 
 

@@ -9,8 +9,8 @@ import click
 
 from benchmarks.harness.cli import run_command
 from benchmarks.harness.rows import Row, read_rows, select
-from benchmarks.page_tables.rows import markdown, spread
 from benchmarks.quality.runs import chosen
+from benchmarks.tables import markdown, spread
 
 
 def quality_table(rows: Sequence[Row]) -> str:

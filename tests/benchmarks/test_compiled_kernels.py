@@ -6,77 +6,79 @@ import os
 from typing import NamedTuple
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton (Linux)")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from benchmarks.gpu.compiled import compile_for_amd, compile_launch
-from benchmarks.gpu.kernels import Call, calls
-
-CALLS = calls()
+from benchmarks.gpu.static import ARCHITECTURES, cases, compile_for_amd, compile_launch, run, step_kernels
+from benchmarks.harness.measure import Settings
 
 
 class Bounds(NamedTuple):
-    """The resources that a kernel may use on any architecture, and the occupancy and density that it must reach."""
+    """The registers and bytes of shared memory that a kernel may use, and the least share of multiply-adds in inner loops."""
 
     registers: int
     shared: int
-    """Bytes."""
-    occupancy: float
-    """Smallest share of a multiprocessor's warps."""
     inner: float = 0.0
-    """Smallest share of multiply-adds among the instructions of any innermost loop that has some."""
 
 
 # What Triton 3.9 needs for sm_80, sm_90 and sm_100, with room for other versions.
 BOUNDS = {
-    "plan 7": Bounds(64, 1024, 0.45),
-    "pool 8x8x8": Bounds(80, 0, 0.35, 0.5),
-    "pool 4x16x16": Bounds(80, 0, 0.35, 0.5),
-    "pool 8x16x16": Bounds(80, 0, 0.35, 0.5),
-    "gradient of weights 8x8x8": Bounds(72, 0, 0.4, 0.5),
-    "gradient of weights 4x16x16": Bounds(72, 0, 0.4, 0.5),
-    "gradient of weights 8x16x16": Bounds(72, 0, 0.4, 0.5),
-    "gradient of slices 8x8x8": Bounds(104, 1024, 0.25, 0.5),
-    "gradient of slices 8x16x8": Bounds(104, 1024, 0.25, 0.5),
-    "gradient of slices 8x32x8": Bounds(104, 1024, 0.25, 0.5),
-    "gradient of slices 4x16x16": Bounds(112, 1024, 0.25, 0.5),
-    "gradient of slices 8x16x16": Bounds(112, 1024, 0.25, 0.5),
-    "parts of slices": Bounds(96, 1024, 0.3),
-    "groups of parts": Bounds(72, 4096, 0.4),
-    "update of slices 8x8": Bounds(80, 1024, 0.35),
-    "update of slices 4x16": Bounds(80, 1024, 0.35),
-    "update of slices 8x16": Bounds(80, 1024, 0.35),
-    "update of diagonals": Bounds(136, 1024, 0.2),
-    "update of slices, bfloat16 8x8": Bounds(96, 1024, 0.3),
-    "update of diagonals, bfloat16": Bounds(136, 1024, 0.2),
+    "split ids": Bounds(64, 1024),
+    "find blocks": Bounds(64, 1024),
+    "pool": Bounds(80, 0, 0.5),
+    "weight gradients": Bounds(72, 0, 0.5),
+    "sum slices": Bounds(120, 1024, 0.5),
+    "sum parts": Bounds(96, 1024),
+    "sum parts of groups": Bounds(72, 4096),
+    "finish slices": Bounds(96, 1024),
+    "finish diagonals": Bounds(136, 1024),
 }
+OF_STEPS = [
+    *(
+        {"dim": case.dim, "rank": case.rank, "architecture": case.architecture}
+        for case in cases(quick=False)
+        if case.architecture == 90 or (case.dim, case.rank) == (64, 16)
+    ),
+    {"dim": 64, "rank": 16, "architecture": 90, "weighted": True},
+    {"dim": 64, "rank": 16, "architecture": 90, "dtype": torch.bfloat16},
+    {"dim": 64, "rank": 16, "architecture": 90, "hot_rows": ((1000, 8),)},
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "architecture"),
-    [pytest.param(call, arch, id=f"{call}, sm_{arch}") for call in CALLS for arch in (80, 90, 100) if call.in_all or arch == 90],
-)
-def test_kernels_stay_within_their_bounds(call: Call, architecture: int) -> None:
-    compiled = compile_launch(call.launch, call.tensors, architecture)
-    bounds = BOUNDS[str(call)]
-    assert compiled.spilled == 0
-    assert compiled.registers <= bounds.registers
-    assert compiled.shared <= bounds.shared
-    assert compiled.occupancy >= bounds.occupancy
-    if bounds.inner:
-        assert compiled.loops
-        assert all(loop.products >= bounds.inner * loop.size for loop in compiled.loops), compiled.loops
+@pytest.mark.parametrize("step", OF_STEPS, ids=lambda step: " ".join(map(str, step.values())))
+def test_kernels_stay_within_their_bounds(step: dict) -> None:
+    options = dict(step)
+    architecture = options.pop("architecture")
+    kernels = step_kernels(**options)
+    assert len(kernels) >= 7
+    for name, (launch, tensors) in kernels.items():
+        compiled, bounds = compile_launch(launch, tensors, architecture), BOUNDS[name]
+        assert compiled.spilled == 0, name
+        assert compiled.registers <= bounds.registers, name
+        assert compiled.shared <= bounds.shared, name
+        if bounds.inner and not {"dtype", "hot_rows"} & step.keys():
+            assert compiled.loops, name
+            assert all(loop.multiply_adds >= bounds.inner * loop.instructions for loop in compiled.loops), (name, compiled.loops)
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call.what in ("update of diagonals", "groups of parts")], ids=str)
-def test_what_all_warps_read_is_replaced_after_a_barrier(call: Call) -> None:
+@pytest.mark.parametrize("name", ["finish diagonals", "sum parts of groups"])
+def test_what_all_warps_read_is_replaced_after_a_barrier(name: str) -> None:
     # More threads than numbers: several read each, but only one of them writes it.
-    accesses = [name[:3] for name in compile_launch(call.launch, call.tensors, 90).names if name.startswith(("LDG", "STG", "BAR"))]
+    names = compile_launch(*step_kernels(64, 16)[name], 90).names
+    accesses = [access[:3] for access in names if access.startswith(("LDG", "STG", "BAR"))]
     assert accesses[: accesses.index("STG")][-1] == "BAR"
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call.what in ("pool", "gradient of slices")][-2:], ids=str)
-def test_kernels_compile_for_amd(call: Call) -> None:
-    assert ".vgpr_spill_count: 0" in compile_for_amd(call.launch, call.tensors)
+@pytest.mark.parametrize("name", ["pool", "sum slices"])
+def test_kernels_compile_for_amd(name: str) -> None:
+    assert ".vgpr_spill_count: 0" in compile_for_amd(*step_kernels(128, 16)[name])
+
+
+def test_rows_of_a_quick_run() -> None:
+    [rows] = run(Settings(quick=True))
+    assert {row.provider for row in rows} == {*BOUNDS} - {"find blocks", "weight gradients"}
+    assert {row.shapes["architecture"] for row in rows} <= {*ARCHITECTURES}
+    assert all((row.unit, row.pass_, row.threads) == ("instructions", "compiled", 0) for row in rows)

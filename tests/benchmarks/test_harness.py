@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +16,15 @@ import torch
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.cli import run_command
-from benchmarks.harness.environment import describe, machine_kind
+from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, chosen, measure_case
-from benchmarks.harness.memory import Prepared, memory_is_measurable, peak_extra_memory
+from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
 from benchmarks.harness.rows import Row, RowWriter, read_rows
 from benchmarks.harness.text import format_case
-from benchmarks.harness.timing import Plan, alternate, percentiles
+from benchmarks.harness.timing import Plan, alternate
 from benchmarks.harness.workload import TorchProvider
-from benchmarks.linear.layers import LinearCase, LinearWorkload
-from benchmarks.plot import plot_rows
-from benchmarks.run import BENCHMARKS, run
+from benchmarks.linear import LinearCase, LinearWorkload
+from benchmarks.run import run
 
 ROOT = Path(__file__).parents[2]
 FEW = Plan(warmup=1, min_rounds=2, max_rounds=2)
@@ -96,18 +96,8 @@ class TestRows:
         assert header.split() == ["pass", "provider", "p50", "ms", "p20..p80", "vs", "nn.Linear", "MiB"]
         assert line.split() == ["forward+backward", "TTLinear", "2.000", "1..4", "1.50x", "0.0"]
 
-    def test_rows_state_their_origin(self, row: Row) -> None:
-        assert set(row.versions) == {"python", "torch", "torchrec", "fbgemm", "comera-rec"}
-        assert row.threads == torch.get_num_threads()
-        assert row.machine == machine_kind("cpu")
-        assert "/" not in row.machine
-
 
 class TestTiming:
-    def test_percentiles(self) -> None:
-        assert percentiles(range(101)) == (20.0, 50.0, 80.0)
-        assert percentiles([3.0]) == (3.0, 3.0, 3.0)
-
     def test_calls_take_turns_on_the_same_input_without_the_garbage_collector(self) -> None:
         log: list[tuple[str, int, bool]] = []
         calls = {name: lambda turn, name=name: log.append((name, turn, gc.isenabled())) for name in "ABC"}
@@ -133,18 +123,12 @@ REFERENCE = {"output": torch.ones(3, dtype=torch.float64), "gradient": torch.ara
 
 
 class TestAgreement:
-    def test_correct_values_pass(self) -> None:
-        require_agreement(
-            REFERENCE, {"A": {"output": torch.ones(3)}, "B": {"output": torch.ones(3), "gradient": torch.arange(3.0)}}
-        )
-
     @pytest.mark.parametrize(
         ("outcome", "message"),
         [
             ({"output": torch.tensor([1.0, 1.001, 1.0])}, "bad: output is off by 0.001 where values reach 1"),
             ({"output": torch.tensor([1.0, torch.nan, 1.0])}, "bad: output is off by nan"),
             ({"output": torch.ones(3), "gradient": torch.zeros(3)}, "bad: gradient is off by 2"),
-            ({"output": torch.ones(1)}, r"output has shape \(1,\), not \(3,\)"),
             ({"output": torch.ones(3), "gradients": torch.ones(3)}, "shows gradients, which the reference lacks"),
             ({"gradient": torch.arange(3.0)}, "bad shows no output"),
         ],
@@ -170,38 +154,20 @@ class TestAgreement:
                 return Wrong(module, right._batches, self.upstream_BO)
 
         with pytest.raises(Disagreement, match=r"linear, .*'batch': 6.*output is off"):
-            measure_case("linear", SMALL_LINEAR, OneWrong, Settings(plan=FEW, memory=False), describe("cpu"), {})
+            measure_case("linear", SMALL_LINEAR, OneWrong, Settings(plan=FEW, memory=False))
         assert not timed
 
 
-def prepare_numpy(mib: int) -> Prepared:
-    return {"once": lambda turn: np.ones(mib << 17), "twice": lambda turn: np.ones(mib << 18)}, lambda: None  # 8 bytes each
-
-
-def prepare_freed(mib: int) -> Prepared:
-    def call(turn: int) -> None:
-        for _ in range(3):  # each is freed before the next, so the peak is one of them
-            torch.ones(mib << 18)
-
-    call(0)
-    return {"once": call, "twice": lambda turn: torch.ones(mib << 19)}, lambda: None
-
-
-def prepare_failing() -> Prepared:
-    raise ValueError("no such provider")
-
-
 @needs_peak
-class TestMemory:
-    @pytest.mark.parametrize("prepare", [prepare_numpy, prepare_freed])
-    def test_native_allocations_of_known_size_are_seen_every_time(self, prepare: object) -> None:
-        peaks = peak_extra_memory(prepare, 64, repeats=2)
-        assert peaks["once"] == pytest.approx([64.0, 64.0], abs=3.0)
-        assert peaks["twice"] == pytest.approx([128.0, 128.0], abs=3.0)
+@pytest.mark.parametrize("allocate", [lambda mib: np.ones(mib << 17), lambda mib: torch.ones(mib << 18)])  # 8 and 4 bytes each
+def test_native_allocations_of_known_size_are_seen_every_time(allocate: Callable[[int], object]) -> None:
+    def three_times() -> None:
+        for _ in range(3):  # each is freed before the next, so the peak is one of them
+            allocate(64)
 
-    def test_a_failing_child_gives_its_reason(self) -> None:
-        with pytest.raises(RuntimeError, match=r"in the child process .*ValueError: no such provider"):
-            peak_extra_memory(prepare_failing)
+    three_times()
+    assert peak_extra_memory(three_times) == pytest.approx([64.0, 64.0], abs=3.0)
+    assert peak_extra_memory(lambda: allocate(128)) == pytest.approx([128.0, 128.0], abs=3.0)
 
 
 class TestChoice:
@@ -227,21 +193,15 @@ class TestCommand:
             (provider, pass_) for provider in ("nn.Linear", "TTLinear") for pass_ in ("forward", "forward+backward")
         }
         assert {row.threads for row in rows} == {1}
-        assert all(row.counted["flops_ratio"] > 1 for row in rows if row.provider == "TTLinear")
-        for name in ("plot.svg", "plot.png"):
-            plot_rows(rows, tmp_path / name)
-            assert (tmp_path / name).stat().st_size > 1000
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["lokup"], "'lokup' is not one of 'lookup', 'lookup-scaling', 'lookup-memory', 'hot-rows', "),
+            (["lokup"], "'lokup' is not one of 'lookup', 'linear', "),
             (["linear", "--only", "batch"], "--only is 'batch': write SIZE=VALUE"),
-            (["linear", "--only", "batch=128", "--save"], "--save keeps results of full runs: drop --only"),
+            (["linear", "--only", "batch=128", "--save"], "--save keeps results of full runs: drop --quick and --only"),
             (["linear", "--json", "/nowhere/x.jsonl"], "no folder /nowhere for x.jsonl: create it first"),
             (["linear", "--device", "tpu"], "--device is 'tpu': choose cpu"),
-            (["linear", "--quick", "--save"], "--save keeps results of full runs"),
-            ([], "Missing argument 'NAME'"),
         ],
     )
     def test_a_mistake_is_one_line_and_status_2(
@@ -253,14 +213,6 @@ class TestCommand:
         assert stopped.value.code == 2
         assert message in printed
         assert printed.count("\n") == 1
-
-    def test_help_shows_an_example_and_every_benchmark(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as stopped:
-            run_command(run, "benchmarks.run", ["--help"])
-        text = capsys.readouterr().out
-        assert stopped.value.code == 0
-        assert "Example:" in text
-        assert all(name in text for name in BENCHMARKS)
 
 
 def benchmarks(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton (Linux)")
 
-from benchmarks.gpu.counts import Step, count_step
+from benchmarks.gpu.launches import Step, count_step
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.ops.plan import reference
 from comera_rec.tt import TTShape
@@ -26,8 +26,7 @@ def step(order: int, *ranks: int, batch: int = 64, optimizer: str = "") -> Step:
 @pytest.mark.parametrize("order", ROWS)
 def test_nothing_waits_and_no_size_depends_on_the_values_of_ids(order: int) -> None:
     # Fake tensors have no values, so waiting would have raised. Copies from the host would also break a capture.
-    names = {work.name for work in step(order, 8).torch}
-    assert not names & WAIT
+    assert not {name for name, _ in step(order, 8).torch} & WAIT
 
 
 def test_reading_a_value_would_be_noticed() -> None:
@@ -37,7 +36,7 @@ def test_reading_a_value_would_be_noticed() -> None:
 
 @pytest.mark.parametrize(("order", "sorts"), [(2, 1), (3, 2), (4, 2)])
 def test_ids_are_sorted_for_tables_of_order_3_and_4_besides_their_slices(order: int, sorts: int) -> None:
-    assert sum(work.name == "sort" for work in step(order, 8).torch) == sorts
+    assert sum(name == "sort" for name, _ in step(order, 8).torch) == sorts
 
 
 @pytest.mark.parametrize("tables", [2, 12])
@@ -52,19 +51,11 @@ def test_a_step_is_13_kernels_however_many_tables_there_are(tables: int) -> None
 def test_hot_rows_add_37_kernels_however_many_tables_and_blocks_there_are(tables: int, blocks: int) -> None:
     counted = count_step([TTShape(ROWS[2], COLS[2], 8)] * tables, 1024, hot_rows=((9, 2),) * blocks)
     assert counted.kernels == 13 + 37
-    assert not {work.name for work in counted.torch} & WAIT
+    assert not {name for name, _ in counted.torch} & WAIT
 
 
 def test_adam_steps_over_whole_cores() -> None:
-    names = {work.name for work in step(2, 8, 8, optimizer="Adam").torch}
-    assert "_fused_adam_" in names
-
-
-def test_nothing_is_as_large_as_the_rows_of_a_batch() -> None:
-    # Besides the bags and their gradient there are a few numbers for each id.
-    small, large = (step(2, 8, batch=batch).torch for batch in (64, 640))
-    grown = sum(work.bytes for work in large) - sum(work.bytes for work in small)
-    assert grown <= 576 * 200
+    assert ("_fused_adam_", 1) in step(2, 8, 8, optimizer="Adam").torch
 
 
 def test_a_truncation_recompiles_at_most_one_kernel() -> None:

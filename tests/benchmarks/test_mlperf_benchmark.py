@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.harness.ids import draw_ids, draw_power_law
 from benchmarks.harness.measure import Settings
-from benchmarks.training.mlperf import BAGS, PARTS, ROWS, STEP, cases, run
+from benchmarks.mlperf import BAGS, PARTS, ROWS, STEP, cases, run
 
 
 def test_the_sizes_are_mlperfs() -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from benchmarks.data import formats
-from benchmarks.data import preprocess as benchmark
-from benchmarks.data.preprocess import OURS, POLARS, LogCase, _require_equal_data
-from benchmarks.data.rivals import preprocess_with_duckdb, preprocess_with_pandas, preprocess_with_polars
+from benchmarks import preprocess as benchmark
 from benchmarks.harness.agreement import Disagreement
 from benchmarks.harness.measure import Settings
+from benchmarks.preprocess import DUCKDB, OURS, LogCase, require_equal_data
+from benchmarks.preprocess_rivals import preprocess_with_duckdb, preprocess_with_pandas
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
 
@@ -26,35 +24,27 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "log.txt"
 
 
-@pytest.mark.parametrize(("package", "script"), [("polars", preprocess_with_polars), ("duckdb", preprocess_with_duckdb)])
-def test_equals_scripts(log: Path, tmp_path: Path, package: str, script: Callable[[Path, Path], None]) -> None:
-    pytest.importorskip(package)
-    script(log, tmp_path / package)
-    _require_equal_data(tmp_path / "ours", tmp_path / package)
+def test_equals_duckdb(log: Path, tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    preprocess_with_duckdb(log, tmp_path / "duckdb")
+    require_equal_data(tmp_path / "ours", tmp_path / "duckdb")
 
 
 def test_equals_pandas(log: Path, tmp_path: Path) -> None:
     preprocess_with_pandas(log, tmp_path / "pandas")
-    _require_equal_data(tmp_path / "ours", tmp_path / "pandas")
+    require_equal_data(tmp_path / "ours", tmp_path / "pandas")
     changed = pd.read_parquet(tmp_path / "pandas" / "val.parquet")
     changed.loc[3, "C1"] += 1
     changed.to_parquet(tmp_path / "pandas" / "val.parquet")
     with pytest.raises(Disagreement, match="val of comera-rec and pandas differ"):
-        _require_equal_data(tmp_path / "ours", tmp_path / "pandas")
+        require_equal_data(tmp_path / "ours", tmp_path / "pandas")
 
 
 def test_rivals_that_are_not_installed_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(benchmark, "cases", lambda quick: [LogCase(rows=500, providers=(OURS, POLARS), rounds=1)])
+    monkeypatch.setattr(benchmark, "cases", lambda quick: [LogCase(rows=500, providers=(OURS, DUCKDB), rounds=1)])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     [rows] = benchmark.run(Settings(quick=True, data=tmp_path))
     assert {row.provider for row in rows} == {OURS}
-    assert "without polars, which is not installed (pip install polars)" in capsys.readouterr().out
-
-
-def test_every_format_yields_the_same_data_set(tmp_path: Path) -> None:
-    [rows] = formats.run(Settings(quick=True, data=tmp_path))
-    assert [row.provider for row in rows] == list(formats.FORMATS)
-    assert all(row.counted["rows_per_cpu_s"] > 0 for row in rows)
-    assert not list(tmp_path.iterdir())
+    assert "without duckdb, which is not installed (pip install duckdb)" in capsys.readouterr().out

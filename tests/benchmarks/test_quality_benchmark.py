@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import RowWriter
-from benchmarks.plot import plot_rows
+from benchmarks.pages import plot_rows
 from benchmarks.quality import runs as quality
 from benchmarks.quality.codes import Clustered, MultiGranular, k_means
 from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows

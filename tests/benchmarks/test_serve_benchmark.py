@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.serving.packages import ServeCase, build, draw_request, scores
-from benchmarks.serving.quantized import CompiledLookup, quantized_collection
+from benchmarks.serve import CompiledLookup, ServeCase, build, draw_request, quantized_collection, scores
 from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.serving.tables import served_tables
 

@@ -1,0 +1,152 @@
+"""What a training step of TT tables launches on a GPU, on a machine without one.
+
+The step runs on fake tensors, which have sizes but no values, so anything that would wait for the device, or allocate by values on
+it, raises an error. Our Triton launches are recorded, and torch's operators counted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import comera_rec.ops.bags.triton_updates  # define the kernels before TRITON_INTERPRET is set, so that they can be compiled later
+import comera_rec.ops.plan.triton  # noqa: F401
+from comera_rec.nn import TTEmbeddingBag
+from comera_rec.nn.tt_table import plan_tables
+from comera_rec.ops import tt_bags
+from comera_rec.ops.bags import gpu as bags
+from comera_rec.ops.bags import kernel_calls, updates
+from comera_rec.ops.bags.updates import register_update
+from comera_rec.ops.launch import Launch, recorded_launches
+from comera_rec.ops.plan import pairs
+from comera_rec.tt import Blocks, TTShape
+
+SEVERAL = {"cumsum": 2, "constant_pad_nd": 2, "scatter": 2, "scatter_add": 2, "index_select": 1}
+"""Torch operators that launch several kernels: a scan and its initialization, a fill or copy before the actual work."""
+SORT = 4
+"""Kernels of a radix sort besides one pass per byte of the keys: histograms, their sums, values to move, a copy."""
+NONE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach", "detach_",
+    "alias", "device", "_record_function_enter_new", "_record_function_exit",
+}  # fmt: skip
+"""Operators that launch nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step's operators of torch, each with the kernels that it launches, and our launches with their tensors."""
+
+    torch: list[tuple[str, int]] = field(default_factory=list)
+    launches: list[tuple[Launch, dict[str, Tensor]]] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> int:
+        """Kernels that the step launches."""
+        return sum(kernels for _, kernels in self.torch) + len(self.launches)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operators, and replaces our registered operators by the Python code that launches their kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if name in _INSIDE:
+            with self:
+                return _INSIDE[name](*args)
+        result = func(*args, **(kwargs or {}))
+        is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+        if name not in NONE and not is_view:
+            self.operators.append((name, SORT + args[0].element_size() if name == "sort" else SEVERAL.get(name, 1)))
+        return result
+
+
+_INSIDE: dict[str, Callable[..., Any]] = {
+    "plan_pairs": pairs.split_and_sort,
+    "pool_pairs": bags.pool_into_bags,
+    "pool_pairs_backward": bags.gradients,
+}
+
+
+def count_step(
+    shapes: Sequence[TTShape],
+    batch: int,
+    *,
+    optimizer: str = "Adagrad",
+    hot_rows: Blocks = (),
+    weighted: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Step:
+    """Count a step of tables that share a lookup: plan, bags and updates, after a first one that creates optimizer state.
+
+    Args:
+        shapes: shapes of the tables, which differ only in row modes and ranks.
+        batch: bags of each table, of one id.
+        optimizer: "Adagrad" or "SGD", which update slices in backward; or "Adam", fused, over whole cores after it.
+        hot_rows: blocks of hot rows of each table.
+        weighted: whether ids have weights, which get gradients.
+        dtype: type of the parameters.
+
+    Raises:
+        torch._subclasses.fake_tensor.DataDependentOutputException: where the step would wait for the device.
+    """
+    counter = _Counter()
+    dim, ids_of_all = math.prod(shapes[0].col_shape), len(shapes) * batch
+    with _triton_on_fake_tensors(), recorded_launches() as launches:
+        tables = [
+            TTEmbeddingBag(math.prod(shape.row_shape), dim, shape=shape, hot_rows=hot_rows, impl="triton", dtype=dtype)
+            for shape in shapes
+        ]
+        step = _optimizer(optimizer, [parameter for table in tables for parameter in table.parameters()])
+        ids = torch.empty(ids_of_all, dtype=torch.int64).chunk(len(tables))
+        offsets, upstream = torch.empty(ids_of_all + 1, dtype=torch.int64), torch.empty(batch, len(tables) * dim)
+        weights = torch.empty(ids_of_all, requires_grad=True) if weighted else None
+
+        def train() -> None:
+            plan = plan_tables([[each] for each in ids], tables, [["ids"]] * len(tables), impl="triton")
+            parts = [table.forward_parameters() for table in tables]
+            out = tt_bags(parts, plan, offsets, num_cols=dim, features=len(tables), impl="triton", per_sample_weights=weights)
+            out.backward(upstream.to(out.dtype))
+            step.step()
+            step.zero_grad()
+
+        train()
+        launches.clear()
+        with counter:
+            train()
+        return Step(torch=counter.operators, launches=[(launch, dict(tensors)) for launch, tensors in launches])
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "Adam":
+        return torch.optim.Adam(parameters, lr=torch.tensor(0.01), fused=True)
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=0.01)
+    assert all(register_update(parameter, made) for parameter in parameters)
+    return made
+
+
+def _constants(rows: list[Any], device: torch.device) -> Tensor:
+    return torch.empty(len(rows), len(rows[0]), dtype=torch.int64)
+
+
+@contextmanager
+def _triton_on_fake_tensors() -> Iterator[None]:
+    """Make the CPU appear to be a device on which Triton runs, as it can in its interpreter."""
+    aligned = mock.patch.object(kernel_calls, "_address", return_value=0)  # fake tensors have no address
+    constants = [mock.patch.object(module, "on_device", _constants) for module in (kernel_calls, pairs)]  # cached on a GPU
+    host = mock.patch.object(updates, "_count", return_value=None)  # the host counts steps
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), aligned, constants[0], constants[1], host, FakeTensorMode():
+        yield

@@ -1,1 +1,0 @@
-"""Linear layers, and the transformer built from them."""

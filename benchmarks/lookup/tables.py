@@ -1,0 +1,369 @@
+"""Embedding bags over a collection of tables: dense, FBGEMM's fused, and TT tables with and without deduplication.
+
+All providers of a case hold the same tables, at least in the rows that its batches use. Every pass takes the next of several
+batches, the same one for all, so that no provider profits from rows that the last call left in the caches.
+
+Shapes: T tables, M rows of a table, N embedding_dim, B bags, L ids and U unique ids of one table.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import comera_rec as cr
+from benchmarks.harness.measure import Settings, measure_cases
+from benchmarks.harness.rows import Row
+from benchmarks.harness.workload import Provider, Sizes, TorchProvider, parameter_count, parameter_gradients
+from benchmarks.lookup.rivals import (
+    Batch,
+    ChainedTables,
+    EmbeddingBags,
+    FbgemmProvider,
+    RowWiseAdagrad,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    chain_bytes,
+    rows_of,
+    shared_storage,
+)
+from comera_rec.nn import update_in_backward_
+from comera_rec.nn.tt_table import plan_tables
+from comera_rec.ops import tt_bags
+from data_pipeline.planted_columns import CATEGORY_SPECS
+
+try:
+    from torchrec import KeyedJaggedTensor
+except ImportError:  # the GPU suite also runs without it
+    KeyedJaggedTensor = None
+
+# torch 2.13 warns every user of a KeyedJaggedTensor about is_fx_tracing.
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+KAGGLE = tuple(column.cardinality for column in CATEGORY_SPECS.values())
+CRITEO_KAGGLE = tuple(count for count in KAGGLE if count > 100_000)
+ZIPF = 1.05
+NUM_BATCHES = 8
+LR, EPS = 0.01, 1e-8
+MOST_BYTES = 10 << 30  # memory limit of a step
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP = "nn.EmbeddingBag sparse", "FBGEMM", "TTM no dedup", "TTM row dedup"
+OURS, UPDATED = "TTEmbeddingBagCollection", "TTEmbeddingBagCollection, updated in backward"
+TT, GRAPH = "TT tables", "TT tables, CUDA graph"
+ON_CPU, ON_GPU = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED), (DENSE, FBGEMM, TT, GRAPH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupCase(Sizes):
+    """Tables of one dim, their TT forms, and batches of `batch` bags of `bag` ids by Zipf's law; exponent 0 is uniform."""
+
+    rows: tuple[int, ...] = CRITEO_KAGGLE
+    dim: int = 64
+    order: int = 2
+    rank: int = 16
+    batch: int
+    bag: int = 1
+    zipf: float = ZIPF
+    providers: tuple[str, ...] = ON_CPU
+
+    @property
+    def tt_shapes(self) -> list[cr.TTShape]:
+        """Modes and ranks of each table."""
+        return [cr.TTShape.for_table(count, self.dim, tt_ranks=self.rank, order=self.order) for count in self.rows]
+
+    @property
+    def compression(self) -> float:
+        """Dense parameters of all tables divided by those of the TT tables."""
+        return sum(self.rows) * self.dim / sum(shape.num_params for shape in self.tt_shapes)
+
+    def shapes(self) -> dict[str, Any]:
+        return {
+            "tables": len(self.rows),
+            "rows": sum(self.rows),
+            "dim": self.dim,
+            "order": self.order,
+            "rank": self.rank,
+            "batch": self.batch,
+            "bag": self.bag,
+            "ids": f"zipf {self.zipf:g}" if self.zipf else "uniform",
+        }
+
+
+def criteo_rows(dim: int) -> tuple[int, ...]:
+    """Row counts of Criteo's large tables, each cut to fit into 4 GiB.
+
+    FBGEMM's update on CPU multiplies row numbers in 32 bits (as of 1.8) and updates the wrong rows of a larger table. At dim 64 all
+    rows fit; at dim 128 the largest table loses a sixth.
+    """
+    return tuple(min(count, (4 << 30) // (4 * dim)) for count in CRITEO_KAGGLE)
+
+
+def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
+    """The cases by which the lookup is judged; those of one dim are adjacent, because they share the dense tables."""
+    sized = partial(LookupCase, providers=ON_CPU if device == "cpu" else ON_GPU)
+    if quick:
+        small = partial(sized, rows=(300_000, 100_000, 20_000), dim=32, batch=2048)
+        return [small(), small(order=3, zipf=0), small(order=4, bag=4)]
+    if device != "cpu":
+        return [*(sized(dim=dim, batch=batch) for dim in (64, 128) for batch in (16_384, 65_536)), sized(order=3, batch=16_384)]
+    sizes = [(dim, batch, zipf) for dim in (64, 128) for batch in (10_000, 20_000, 40_000) for zipf in (ZIPF, 0)]
+    ranks = ((2, 8), (2, 16), (2, 32), (3, 16), (3, 32), (4, 16))
+    grid = [
+        *(sized(rows=criteo_rows(dim), dim=dim, batch=batch, zipf=zipf) for dim, batch, zipf in sizes),
+        *(sized(order=order, rank=rank, batch=batch) for order, rank in ranks for batch in (16_384, 20_000)),
+        *(sized(batch=4096, bag=10, zipf=zipf) for zipf in (ZIPF, 0)),
+    ]
+    return sorted(dict.fromkeys(grid), key=lambda case: case.dim)
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """Yield the rows of every case."""
+    yield from measure_cases("lookup", cases(settings.quick, settings.device), LookupWorkload, settings)
+
+
+class TTTables(nn.Module):
+    """TT tables that share a lookup, as in a collection of embedding bags but without TorchRec."""
+
+    def __init__(self, case: LookupCase, device: str) -> None:
+        super().__init__()
+        self.bags = nn.ModuleDict(
+            {
+                f"t{t}": cr.TTEmbeddingBag(count, case.dim, shape=shape, include_last_offset=True, device=device)
+                for t, (count, shape) in enumerate(zip(case.rows, case.tt_shapes, strict=True))
+            }
+        )
+
+    def tables(self) -> list[cr.TTEmbeddingBag]:
+        """All tables."""
+        return [bag for bag in self.bags.values() if isinstance(bag, cr.TTEmbeddingBag)]
+
+    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+        """Look up ids [T * L], table after table, with offsets [T * B + 1]; returns [B, T * N]."""
+        tables = self.tables()
+        plan = plan_tables([[ids] for ids in values.chunk(len(tables))], tables, [["ids"]] * len(tables))
+        parts = [table.forward_parameters() for table in tables]
+        return tt_bags(parts, plan, offsets, num_cols=tables[0].embedding_dim, features=len(tables))
+
+
+class LookupWorkload:
+    """Tables in every form, their batches and the upstream gradient."""
+
+    baselines = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP)
+
+    def __init__(self, case: LookupCase, device: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.case, self._device = case, device
+        self.tt_tables = TTTables(case, device)
+        self.batches = [Batch.draw(case.rows, case.batch, case.bag, case.zipf, device) for _ in range(NUM_BATCHES)]
+        self.upstream = torch.randn(case.batch, len(case.rows) * case.dim).to(device)
+        self._storage = partial(shared_storage, case.rows, case.dim, device)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Providers that this machine can't run -> the reason."""
+        case = self.case
+        memory = torch.cuda.mem_get_info(self._device)[1] if self.upstream.is_cuda else MEMORY
+        chains, dense = sum(chain_bytes(shape, case.batch * case.bag) for shape in case.tt_shapes), 4 * sum(case.rows) * case.dim
+        reasons = {}
+        if chains > MOST_BYTES:
+            reasons[NO_DEDUP] = f"a step would take about {chains / 2**30:.3g} GiB"
+        if dense > 0.85 * memory:
+            reasons |= dict.fromkeys((DENSE, FBGEMM), f"the tables would take {dense / 2**30:.3g} of {memory / 2**30:.3g} GiB")
+        if SplitTableBatchedEmbeddingBagsCodegen is None:
+            reasons[FBGEMM] = "fbgemm-gpu is not installed"
+        if KeyedJaggedTensor is None:
+            reasons |= dict.fromkeys((OURS, UPDATED), "torchrec is not installed")
+        return {name: reason for name, reason in reasons.items() if name in case.providers}
+
+    @property
+    def providers(self) -> Mapping[str, Callable[[], Provider]]:
+        """Name -> factory. Making a dense provider rewrites the rows, because an earlier provider may have trained them."""
+        factories: dict[str, Callable[[], Provider]] = {
+            DENSE: self._dense,
+            FBGEMM: self._fbgemm,
+            NO_DEDUP: lambda: self._chained(dedup=False),
+            ROW_DEDUP: lambda: self._chained(dedup=True),
+            OURS: lambda: self._ours(updated=False),
+            UPDATED: lambda: self._ours(updated=True),
+            TT: lambda: self._without_torchrec(TorchProvider),
+            GRAPH: lambda: self._without_torchrec(GraphProvider),
+        }
+        return {name: factories[name] for name in self.case.providers if name not in self.left_out}
+
+    def reference(self) -> dict[str, Tensor]:
+        """Outputs, gradients and updated rows of the first batch, whose unique rows are chained in float64."""
+        batch, dim = self.batches[0], self.case.dim
+        outputs, rows, row_gradients = [], [], []
+        exact = copy.deepcopy(self.tt_tables).double()
+        upstreams = self.upstream.split(dim, dim=1)
+        for bag, ids, ids_U, upstream_BN in zip(exact.tables(), batch.ids, batch.unique_ids, upstreams, strict=True):
+            rows_UN = rows_of(bag, ids_U)
+            rows_UN.retain_grad()
+            positions_L = torch.searchsorted(ids_U, ids)
+            output_BN = F.embedding_bag(positions_L, rows_UN, batch.offsets, mode="sum", include_last_offset=True)
+            output_BN.backward(upstream_BN.double())
+            outputs.append(output_BN.detach())
+            rows.append(rows_UN.detach())
+            row_gradients.append(_gradient(rows_UN))
+        gradient_UN = torch.cat(row_gradients)
+        step_U1 = LR / (gradient_UN.square().mean(1, keepdim=True).sqrt() + EPS)
+        return {
+            "output": torch.cat(outputs, dim=1),
+            "gradient of rows": gradient_UN,
+            "rows after Adagrad": torch.cat(rows) - step_U1 * gradient_UN,
+            **parameter_gradients(exact.bags),
+        }
+
+    def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
+        """Parameters, compression of the TT tables, and unique ids of a batch, averaged over the batches."""
+        params = parameter_count(provider.module) if isinstance(provider, TorchProvider) else sum(self.case.rows) * self.case.dim
+        unique = sum(len(ids_U) for batch in self.batches for ids_U in batch.unique_ids) / len(self.batches)
+        return {"params": float(params), "compression": self.case.compression, "unique_ids": unique}
+
+    def _tables(self) -> list[Tensor]:
+        """The dense tables [M, N]; the rows that the batches use are written from the TT tables."""
+        sizes = [count * self.case.dim for count in self.case.rows]
+        tables = [table.view(-1, self.case.dim) for table in self._storage().split(sizes)]
+        exact = copy.deepcopy(self.tt_tables).double()
+        with torch.no_grad():
+            for t, (table_MN, bag) in enumerate(zip(tables, exact.tables(), strict=True)):
+                for batch in self.batches:
+                    table_MN[batch.unique_ids[t]] = rows_of(bag, batch.unique_ids[t]).to(table_MN.dtype)
+        return tables
+
+    def _dense(self) -> TorchProvider:
+        module = EmbeddingBags(self._tables())
+        optimizer = RowWiseAdagrad(module.parameters(), lr=LR, eps=EPS)
+
+        def shown() -> dict[str, Tensor]:
+            weights = [weight.detach() for weight in module.parameters()]
+            gradients = [_gradient(weight).coalesce().values() for weight in module.parameters()]
+            optimizer.step()
+            return {"gradient of rows": torch.cat(gradients), "rows after Adagrad": self.batches[0].unique_rows(weights)}
+
+        return TorchProvider(module, [(batch,) for batch in self.batches], self.upstream, optimizer=optimizer, shown=shown)
+
+    def _fbgemm(self) -> FbgemmProvider:
+        self._tables()
+        return FbgemmProvider(self._storage(), self.case.rows, self.case.dim, self.batches, self.upstream, lr=LR, eps=EPS)
+
+    def _chained(self, *, dedup: bool) -> TorchProvider:
+        cores = {  # (m, r, n, s); the rank parameters are ones
+            f"t{t}": [core.detach().transpose(0, 1).contiguous() for core in bag.cores()]
+            for t, bag in enumerate(self.tt_tables.tables())
+        }
+        module = ChainedTables(cores, self.case.bag, dedup=dedup)
+
+        def shown() -> dict[str, Tensor]:
+            return {name: gradient.transpose(0, 1) for name, gradient in parameter_gradients(module.tables).items()}
+
+        inputs = [(batch,) for batch in self.batches]
+        return TorchProvider(module, inputs, self.upstream, optimizer=_adagrad(module), shown=shown)
+
+    def _ours(self, *, updated: bool) -> TorchProvider:
+        configs = [
+            cr.TTEmbeddingBagConfig(
+                name=f"t{t}", feature_names=[f"f{t}"], num_embeddings=count, embedding_dim=self.case.dim, shape=shape
+            )
+            for t, (count, shape) in enumerate(zip(self.case.rows, self.case.tt_shapes, strict=True))
+        ]
+        collection = cr.TTEmbeddingBagCollection(configs, device=self._device)
+        collection.tt_bags.load_state_dict(self.tt_tables.bags.state_dict())
+        module = PooledValues(collection)
+        optimizer, shown = _adagrad(module), partial(parameter_gradients, collection.tt_bags)
+        features = [
+            (KeyedJaggedTensor([f"f{t}" for t in range(len(batch.ids))], batch.values, lengths=batch.all_offsets.diff()),)
+            for batch in self.batches
+        ]
+        if not updated:
+            return TorchProvider(module, features, self.upstream, optimizer=optimizer, shown=shown)
+        update_in_backward_(module, optimizer)
+        return UpdatedProvider(module, features, self.upstream, optimizer=optimizer)
+
+    def _without_torchrec(self, provider: type[TorchProvider]) -> TorchProvider:
+        module = copy.deepcopy(self.tt_tables)
+        inputs = [(batch.values, batch.all_offsets) for batch in self.batches]
+        # Adam runs in one kernel for all parameters, which a graph can hold; Adagrad has no such kernel on GPUs.
+        optimizer = torch.optim.Adam(module.parameters(), lr=LR, fused=True, capturable=self.upstream.is_cuda)
+        return provider(module, inputs, self.upstream, optimizer=optimizer, shown=partial(parameter_gradients, module.bags))
+
+
+class PooledValues(nn.Module):
+    """The values of the KeyedTensor that a collection returns, [B, T * N]."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        values: Tensor = self.collection(features).values()
+        return values
+
+
+class UpdatedProvider(TorchProvider):
+    """Our tables with cores updated in backward, as FBGEMM's are; the optimizer's step only updates rank parameters."""
+
+    @property
+    def passes(self) -> Mapping[str, Callable[[int], object]]:
+        return {"step": self._step}
+
+    def verify(self) -> dict[str, Tensor]:
+        """Show as gradients what SGD with a learning rate of 1 subtracts from the parameters of a copy."""
+        module = copy.deepcopy(self.module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        update_in_backward_(module, optimizer)
+        before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        output = TorchProvider(module, self._batches, self._upstream, optimizer=optimizer)._step(0).detach()
+        tables = dict(module.named_parameters())
+        prefix = "collection.tt_bags."
+        changes = {f"gradient of {name.removeprefix(prefix)}": before[name] - tables[name].detach() for name in before}
+        return {"output": output, **changes}
+
+
+class GraphProvider(TorchProvider):
+    """A step in a CUDA graph: a call copies its ids into the graph's input and replays it. Values are those of a replay."""
+
+    def __init__(self, module: nn.Module, batches: Sequence[tuple[Any, ...]], upstream: Tensor, **options: Any) -> None:
+        super().__init__(module, [tuple(tensor.clone() for tensor in batches[0])], upstream, **options)
+        self._all, before, stream = batches, copy.deepcopy(module.state_dict()), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._step(0)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._output = self._step(0)
+        module.load_state_dict(before)
+
+    @property
+    def passes(self) -> Mapping[str, Callable[[int], object]]:
+        return {"step": self._replay}
+
+    def verify(self) -> dict[str, Tensor]:
+        """Show the output and the gradients, which stay in the graph and are those of the weights before its update."""
+        return {"output": self._replay(0).clone(), **self._shown()}
+
+    def _replay(self, turn: int) -> Tensor:
+        self._batches[0][0].copy_(self._all[turn % len(self._all)][0])
+        self._graph.replay()
+        return self._output
+
+
+def _adagrad(module: nn.Module) -> torch.optim.Optimizer:
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    return torch.optim.Adagrad(module.parameters(), lr=LR, eps=EPS, fused=on_cpu, foreach=not on_cpu)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad

@@ -1,0 +1,117 @@
+"""Raw Criteo logs to a data set: `comera preprocess`, pandas and DuckDB scripts, torchrec's functions; one process each.
+
+A run that was stopped resumes with the remaining cases; `--data` keeps the logs for the next run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+from tqdm import tqdm
+
+from benchmarks.harness.agreement import Disagreement
+from benchmarks.harness.environment import FOLDER
+from benchmarks.harness.measure import Settings, each_case
+from benchmarks.harness.rows import Row
+from benchmarks.harness.workload import Sizes
+from data_pipeline.manifest import SPLITS, read_manifest
+from data_pipeline.synth import SynthOptions, synth
+from data_pipeline.verify import verify
+
+OURS, PANDAS, TORCHREC, DUCKDB = "comera-rec", "pandas", "torchrec", "duckdb"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogCase(Sizes):
+    """Synthetic logs of Kaggle's cardinalities.
+
+    providers: without the rivals that would take hours, or more memory than there is.
+    rounds: how often each provider runs.
+    """
+
+    rows: int
+    providers: tuple[str, ...] = (OURS, PANDAS, DUCKDB, TORCHREC)
+    rounds: int = 3
+    dtype: str = "text"
+
+    def shapes(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+
+def cases(quick: bool) -> list[LogCase]:
+    if quick:
+        return [LogCase(rows=20_000, rounds=1)]
+    return [
+        LogCase(rows=10_000, rounds=5),
+        LogCase(rows=1_000_000),
+        LogCase(rows=5_000_000, providers=(OURS, PANDAS, DUCKDB), rounds=1),
+        LogCase(rows=20_000_000, providers=(OURS, DUCKDB), rounds=1),
+        LogCase(rows=100_000_000, providers=(OURS,), rounds=1),
+    ]
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """Measure wall-clock time, CPU time and peak memory of whole runs, in turns."""
+    missing = set() if importlib.util.find_spec(DUCKDB) else {DUCKDB}
+    for case, rows in each_case("preprocess", cases(settings.quick), settings):
+        for name in missing.intersection(case.providers):
+            tqdm.write(f"preprocess, {case.shapes()}: without {name}, which is not installed (pip install {name})")
+        samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in case.providers if name not in missing}
+        with tempfile.TemporaryDirectory(dir=settings.data) as folder:
+            log = Path(settings.data or folder, f"log-{case.rows}-{settings.seed}.txt")
+            if not log.exists():
+                synth(SynthOptions(rows=case.rows, output=log, seed=settings.seed))
+            for _ in range(case.rounds):
+                for name, runs in samples.items():
+                    runs.append(_measure(name, log, Path(folder, name)))
+                _require_right_data(list(samples), Path(folder))
+                for name in samples:
+                    shutil.rmtree(Path(folder, name))
+        seconds, cpu, mib = ({name: [run[k] for run in runs] for name, runs in samples.items()} for k in range(3))
+        counted = {
+            name: {"rows_per_s": case.rows / median(seconds[name]), "rows_per_cpu_s": case.rows / median(cpu[name])}
+            for name in samples
+        }
+        times = {name: [1000 * each for each in of] for name, of in seconds.items()}
+        rivals = (PANDAS, DUCKDB, TORCHREC)
+        yield rows("run", "ms", times, counted, rivals) + rows("run", "MiB", mib, counted, rivals)
+
+
+def _measure(provider: str, log: Path, output: Path) -> tuple[float, float, float]:
+    """Run a provider of `preprocess_rivals.py` in a new process; return its seconds, CPU seconds and peak MiB."""
+    command = [sys.executable, "-m", "benchmarks.preprocess_rivals", provider, str(output), str(log)]
+    done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True, check=True)
+    seconds, cpu, mib = json.loads(done.stdout.splitlines()[-1])
+    return seconds, cpu, mib
+
+
+def _require_right_data(providers: Sequence[str], folder: Path) -> None:
+    """Compare our data set with those of the scripts; where none of them ran, verify it against its manifest."""
+    scripts = [name for name in providers if name in (PANDAS, DUCKDB)]
+    for name in scripts:
+        require_equal_data(folder / OURS, folder / name)
+    if not scripts:
+        verify(read_manifest(folder / OURS), folder / OURS)
+
+
+def require_equal_data(ours: Path, rival: Path) -> None:
+    """Compare two data sets cell by cell; torchrec's can't be compared, because it numbers ids differently."""
+    manifest = read_manifest(ours)
+    for split in SPLITS:
+        shards = [pd.read_parquet(ours / shard.path) for shard in manifest.splits[split].shards]
+        expected = pd.read_parquet(rival / f"{split}.parquet")
+        try:
+            pd.testing.assert_frame_equal(pd.concat(shards, ignore_index=True), expected, check_dtype=False, rtol=1e-6)
+        except AssertionError as error:
+            raise Disagreement(f"preprocess: {split} of comera-rec and {rival.name} differ: {error}") from None

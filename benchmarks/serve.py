@@ -1,0 +1,275 @@
+"""Requests answered in one process: packages of a TT model, and of a dense model of the same weights with TorchRec's 8-bit tables.
+
+An untrained model of Criteo-Kaggle's tables with `compression` times fewer parameters, hot rows included, and MLPs with TT layers.
+The rival stores its rows in 8 bits, and the dense weights of its MLPs; AOTInductor compiles it. Ids are drawn by Zipf's law. A
+request of 100 rows is one user with 100 candidates: the first half of its columns is the same in all rows.
+
+Rows of pass "forward" have a call's time, with the 99th percentile in `counted`. Rows of pass "run" have the time (ms) to load a
+package in a process that has loaded torch, and the memory (MiB) that it adds to that process by its first answer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantizedCollection
+
+import comera_rec as cr
+from benchmarks.harness.agreement import require_agreement
+from benchmarks.harness.ids import draw_ids
+from benchmarks.harness.measure import Settings, case_rows, chosen, each_case
+from benchmarks.harness.rows import Row
+from benchmarks.harness.timing import alternate
+from benchmarks.harness.workload import Sizes
+from benchmarks.lookup.tables import KAGGLE, ZIPF
+from comera_rec.ops.native import LIBRARY
+from comera_rec.ops.served_bags import DTYPES, ServedTable
+from comera_rec.ops.served_bags.reference import rows_of
+from comera_rec.serving.export import FORMS, compile_package
+from comera_rec.serving.flat import FlatModel
+from comera_rec.serving.package import FORMAT_VERSION, ModelMetadata, ServingModel
+from comera_rec.serving.tables import served_tables
+
+INTEGERS, REQUESTS = 13, 64
+OURS = {  # form, dtype
+    "portable float32": ("portable", "float32"),
+    "fast float32": ("fast", "float32"),
+    "fast int8": ("fast", "int8"),
+}
+COMPILED = "dense int8, AOTInductor"
+BATCHES = (1, 100, 1024)
+_ROWS = 1 << 19  # rows formed at once
+_SETTINGS = (
+    *("total_D", "max_int2_D", "max_int4_D", "max_int8_D", "max_float8_D", "max_float16_D", "max_float32_D"),
+    *("fp8_exponent_bits", "fp8_exponent_bias", "output_dtype", "row_alignment"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCase(Sizes):
+    """Sizes of the model, and rows of a request."""
+
+    rows: tuple[int, ...] = KAGGLE
+    dim: int = 64
+    compression: int = 200
+    dense_arch: tuple[int, ...] = (512, 256)
+    over_arch: tuple[int, ...] = (512, 512, 256)
+    batch: int
+
+    def shapes(self) -> dict[str, Any]:
+        sizes = {"tables": len(self.rows), "rows": sum(self.rows)}
+        return sizes | {name: getattr(self, name) for name in ("dim", "compression", "batch")}
+
+
+def cases(quick: bool) -> list[ServeCase]:
+    if quick:
+        return [ServeCase(rows=(30_000, 9_000, 50), dim=16, compression=20, dense_arch=(32,), over_arch=(32,), batch=2)]
+    return [ServeCase(batch=batch) for batch in BATCHES]
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """Time all forms of one model in turns, on requests of each size; then measure what loading them takes."""
+    sizes = chosen(cases(settings.quick), settings.only)
+    torch.manual_seed(settings.seed)
+    model = build(sizes[0])
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        calls, packages = providers(model, sizes[0], Path(folder))
+        for case, rows in each_case("serve", sizes, settings):
+            requests = [draw_request(case) for _ in range(REQUESTS)]
+            expected = {"output": scores(model, *requests[0]).double()}
+            for name, call in calls.items():
+                output = call(*requests[0])
+                # Scores of quantized models are compared with the tolerance of a type of few bits.
+                require_agreement(expected, {name: {"output": output if "float32" in name else output.bfloat16()}})
+            turns = {name: partial(_on_request, call, requests) for name, call in calls.items()}
+            samples = alternate(turns, settings.plan)
+            counted = {name: {"p99": float(np.percentile(times, 99))} for name, times in samples.items()}
+            yield rows("forward", "ms", samples, counted, (COMPILED,))
+        yield loading_rows(packages, sizes[0], settings)
+
+
+def build(case: ServeCase) -> DLRM:
+    """Build the model in evaluation mode; hot rows, which usually start at zero, are random."""
+    tables = [
+        EmbeddingBagConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=case.dim, feature_names=[f"f{t}"])
+        for t, rows in enumerate(case.rows)
+    ]
+    config = cr.TableCompression(compression=case.compression, min_rows=30, hot_rows="auto")
+    model = cr.build_dlrm(
+        config.table_configs(tables),
+        dense_in_features=INTEGERS,
+        dense_arch_layer_sizes=[*case.dense_arch, case.dim],
+        over_arch_layer_sizes=[*case.over_arch, 1],
+        linears=cr.LinearCompression(tt_ranks=24),
+    )
+    collection = model.sparse_arch.embedding_bag_collection
+    for name in collection.tt_bags:
+        for block in collection.tt_bag(name).hot_blocks():
+            nn.init.normal_(block.core_0, std=1e-2)
+    return model.eval()
+
+
+def providers(
+    model: DLRM, case: ServeCase, folder: Path
+) -> tuple[dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]], dict[str, Path]]:
+    """Provider -> function that answers a request, and provider -> package for those that have one."""
+    tables = served_tables(model.sparse_arch.embedding_bag_collection)
+    calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+    packages = {}
+    for name, (form, dtype) in OURS.items():
+        packages[name] = folder / f"{name}.pt2"
+        _compile(FlatModel(model, FORMS[form](tables, DTYPES[dtype])), case, packages[name], form)
+        calls[name] = ServingModel(packages[name])
+    dense = cr.export_dense(copy.deepcopy(model.dense_arch)), cr.export_dense(copy.deepcopy(model.over_arch))
+    packages[COMPILED] = folder / "dense.pt2"
+    rival = FlatModel(model, CompiledLookup(quantized_collection(tables)))
+    rival.dense_arch, rival.over_arch = dense
+    _compile(rival, case, packages[COMPILED], "portable")
+    calls[COMPILED] = torch._inductor.aoti_load_package(str(packages[COMPILED]))
+    return calls, packages
+
+
+def quantized_collection(tables: Sequence[ServedTable]) -> QuantizedCollection:
+    """Build the quantized collection that TorchRec's `quantize_embeddings` would make of the tables in dense form."""
+    configs = [
+        EmbeddingBagConfig(
+            name=f"t{t}", num_embeddings=table.rows, embedding_dim=table.columns, feature_names=[f"f{t}"], data_type=DataType.INT8
+        )
+        for t, table in enumerate(tables)
+    ]
+    rows = {config.name: _quantized(table) for config, table in zip(configs, tables, strict=True)}
+    return QuantizedCollection(configs, False, torch.device("cpu"), torch.float32, table_name_to_quantized_weights=rows)
+
+
+def _quantized(table: ServedTable) -> tuple[Tensor, Tensor]:
+    numbers = torch.empty(table.rows, table.columns, dtype=torch.uint8)
+    scales = torch.empty(table.rows, 4, dtype=torch.uint8)
+    for ids in torch.arange(table.rows).split(_ROWS):
+        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows_of(table, ids), 8)
+        numbers[ids[0] : ids[-1] + 1], scales[ids[0] : ids[-1] + 1] = fused[:, :-4], fused[:, -4:]
+    return numbers, scales
+
+
+class CompiledLookup(nn.Module):
+    """The single lookup of a quantized collection, called like `PortableTables`.
+
+    torch.export can't trace the collection or its FBGEMM module, which both hold an object without a fake class, so this calls
+    their operator on their tensors.
+    """
+
+    def __init__(self, collection: QuantizedCollection) -> None:
+        super().__init__()
+        (lookup,) = collection._emb_modules
+        for name in ("weights_host", "weights_uvm", "weights_placements", "weights_offsets", "weights_tys", "D_offsets"):
+            self.register_buffer(name, getattr(lookup, name))
+        self.settings = {name: getattr(lookup, name) for name in _SETTINGS}
+        self.pooling_mode = int(lookup.pooling_mode)
+
+    def forward(self, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        bags = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
+            dev_weights=self.weights_host,
+            uvm_weights=self.weights_uvm,
+            weights_placements=self.weights_placements,
+            weights_offsets=self.weights_offsets,
+            weights_tys=self.weights_tys,
+            D_offsets=self.D_offsets,
+            indices=values,
+            offsets=F.pad(lengths.cumsum(0), (1, 0)),
+            pooling_mode=self.pooling_mode,
+            indice_weights=None,
+            lxu_cache_weights=None,
+            lxu_cache_locations=None,
+            **self.settings,
+        )
+        return torch.cat([lead, bags], dim=1).view(lead.shape[0], -1, lead.shape[1])
+
+
+def scores(model: DLRM, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """The scores of an eager model."""
+    features = KeyedJaggedTensor([f"f{t}" for t in range(model.inter_arch.F)], values, lengths=lengths)
+    logits: Tensor = model(dense, features)
+    return logits.squeeze(1).sigmoid()
+
+
+def draw_request(case: ServeCase) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw dense, values and lengths of a request."""
+    columns = [draw_ids(rows, case.batch, ZIPF) for rows in case.rows]
+    dense = torch.randn(case.batch, INTEGERS).abs()
+    if case.batch == 100:
+        columns[: len(columns) // 2] = [ids[:1].expand(case.batch) for ids in columns[: len(columns) // 2]]
+        dense[:, : INTEGERS // 2] = dense[:1, : INTEGERS // 2]
+    return dense, torch.cat(columns), torch.ones(len(case.rows) * case.batch, dtype=torch.long)
+
+
+def loading_rows(packages: Mapping[str, Path], case: ServeCase, settings: Settings) -> list[Row]:
+    """Measure ms to load each package and MiB that it adds, in separate processes; rows also have the file's bytes."""
+    counted = {name: {"bytes": float(path.stat().st_size)} for name, path in packages.items()}
+    times: dict[str, list[float]] = {name: [] for name in packages}
+    memory: dict[str, list[float]] = {name: [] for name in packages}
+    for _ in range(3):
+        for name, path in packages.items():
+            arguments = [sys.executable, "-c", _LOADING, str(path), str(LIBRARY), str(len(case.rows)), str(INTEGERS)]
+            answer = json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+            times[name].append(answer["ms"])
+            memory[name].append(answer["mib"])
+    tell = partial(case_rows, "serve", case, settings)
+    return tell("run", "ms", times, counted, (COMPILED,)) + tell("run", "MiB", memory, counted, (COMPILED,))
+
+
+_LOADING = """
+import json, sys, time
+import fbgemm_gpu, torch, torch._inductor
+torch.set_num_threads(1)
+path, library, features, integers = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+torch.ops.load_library(library)
+inputs = torch.zeros(2, integers), torch.zeros(2 * features).long(), torch.ones(2 * features).long()
+torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+before, start = resident(), time.perf_counter()
+model = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
+seconds = time.perf_counter() - start
+model.run(list(inputs))
+print(json.dumps({"ms": 1000 * seconds, "mib": resident() - before}))
+"""
+
+
+def _on_request(call: Callable[..., Tensor], requests: list[tuple[Tensor, Tensor, Tensor]], turn: int) -> Tensor:
+    return call(*requests[turn % len(requests)])
+
+
+def _compile(flat: nn.Module, case: ServeCase, path: Path, form: str) -> None:
+    metadata = ModelMetadata(
+        format_version=FORMAT_VERSION,
+        dense=tuple(f"i{k}" for k in range(INTEGERS)),
+        offsets=(None,) * INTEGERS,
+        categorical={f"f{t}": rows for t, rows in enumerate(case.rows)},
+        checksums={},
+        library_version="",
+        torch_version=torch.__version__,
+        form=form,
+        dtype=case.dtype,
+        formed_rows=0,
+        auc=None,
+        ne=None,
+        trained_auc=None,
+        trained_ne=None,
+        data="",
+    )
+    with torch.inference_mode(False):
+        compile_package(flat.eval(), path, metadata)

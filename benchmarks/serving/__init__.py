@@ -1,1 +1,0 @@
-"""Requests to served models."""

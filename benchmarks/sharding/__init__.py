@@ -1,1 +1,0 @@
-"""Tables on several processes: measured, planned and modeled."""

@@ -1,0 +1,192 @@
+"""The tables of README and docs, made from the rows under results/: one function per table, from rows to Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from statistics import mean, median, stdev
+
+from benchmarks.harness.rows import Row, one, read_rows, select
+from benchmarks.harness.text import short
+from benchmarks.harness.trainings import at_best_rate
+
+RESULTS = Path(__file__).parent / "results"
+XEON, EPYC = "cpu-2-intel-xeon-processor-avx512", "cpu-2-amd-epyc"
+EPYC_AVX2, EPYC_AVX512 = "cpu-2-amd-epyc-avx2", "cpu-2-amd-epyc-avx512"
+MACHINES = {
+    XEON: "2 cores of an Intel Xeon with AVX-512",
+    EPYC: "2 cores of an AMD EPYC",
+    EPYC_AVX2: "2 cores of an AMD EPYC with AVX2",
+    EPYC_AVX512: "2 cores of an AMD EPYC with AVX-512",
+}
+
+
+@cache
+def committed(machine: str, benchmark: str) -> list[Row]:
+    return read_rows(RESULTS / machine / f"{benchmark}.jsonl")
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Format a table whose first `left` columns are flush left."""
+    rule = ["---"] * left + ["---:"] * (len(header) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
+
+
+def source(machine: str, benchmark: str, command: str = "") -> str:
+    """Format the line below a table: hardware, versions, the command, and a link to its rows."""
+    versions = sorted({row.versions["torch"] for row in committed(machine, benchmark)})
+    return (
+        f"\n\n{MACHINES[machine]} (virtual), torch {', '.join(versions)}; "
+        f"`python -m benchmarks.run {command or benchmark}`, [rows](results/{machine}/{benchmark}.jsonl)."
+    )
+
+
+def spread(values: Sequence[float], digits: int = 4) -> str:
+    """Format mean and standard deviation, or a single value."""
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def lookup(machine: str) -> str:
+    """A training step over the seven largest tables of Criteo-Kaggle."""
+    ours = "TTEmbeddingBagCollection, updated in backward"
+    columns = {
+        "nn.EmbeddingBag sparse": "`nn.EmbeddingBag`",
+        "FBGEMM": "FBGEMM",
+        "TTM no dedup": "TT without dedup",
+        "TTM row dedup": "TT, unique rows",
+        ours: "ours",
+    }
+    rows = select(committed(machine, "lookup"), batch=16384, dim=64, pass_="step")
+    lines = []
+    for order, rank in dict.fromkeys((row.shapes["order"], row.shapes["rank"]) for row in rows):
+        case = select(rows, order=order, rank=rank)
+        ms = {name: one(case, provider=name, unit="ms") for name in columns}
+        fbgemm, extra = (one(case, provider=name, unit="MiB").p50 for name in ("FBGEMM", ours))
+        sizes = [f"order {order}, TT rank {rank}", f"{ms[ours].counted['compression']:,.0f}x"]
+        compared = [f"{ms[ours].p50 / ms['FBGEMM'].p50:.2f}x", f"{fbgemm:.0f} / {extra:.0f} MiB"]
+        lines.append([*sizes, *(f"{row.p50:,.1f}" for row in ms.values()), *compared])
+    header = ["TT tables", "smaller", *columns.values(), "of FBGEMM's", "extra memory, FBGEMM / ours"]
+    return markdown(header, lines) + source(machine, "lookup")
+
+
+def linear() -> str:
+    """How many times faster TTLinear is than nn.Linear."""
+    rows = select(committed(EPYC, "linear"), provider="TTLinear", unit="ms")
+    lines = []
+    for forward in select(rows, pass_="forward"):
+        sizes = forward.shapes
+        ratios = [row.ratios["nn.Linear"] for row in (forward, one(rows, pass_="forward+backward", **sizes))]
+        layer = [f"{sizes['batch']:,}", f"{sizes['in']} x {sizes['out']}", " ".join(map(str, sizes["ranks"]))]
+        lines.append([*layer, *(f"{ratio:.1f}x" for ratio in ratios)])
+    return markdown(["batch", "layer", "TT ranks", "forward", "forward and backward"], lines, left=0) + source(EPYC, "linear")
+
+
+def transformer() -> str:
+    """A training step of CoMERA's six-encoder transformer."""
+    rows = committed(EPYC_AVX512, "transformer")
+    names = {
+        "dense": "dense, Adam",
+        "low rank": "linear layers of rank 30",
+        "tensor train": "TT layers and embedding",
+    }
+    batches = list(dict.fromkeys(row.shapes["batch"] for row in rows))
+    lines = []
+    for provider, title in names.items():
+        ms = [one(rows, provider=provider, unit="ms", batch=batch) for batch in batches]
+        sizes = [f"{ms[0].counted['params']:,.0f}", f"{short(ms[0].counted['training_state_mib'])} MiB"]
+        lines.append([title, *sizes, *(f"{short(row.p50 / 1000)} s" for row in ms)])
+    header = ["", "parameters", "training state", *(f"batch {batch}" for batch in batches)]
+    return markdown(header, lines) + source(EPYC_AVX512, "transformer")
+
+
+def serve() -> str:
+    """One call of a served model, compared with 8-bit tables."""
+    rows = committed(EPYC_AVX512, "serve")
+    names = {
+        "fast int8": "`--form fast --dtype int8`",
+        "fast float32": "`--form fast`",
+        "portable float32": "`--form portable`",
+        "dense int8, AOTInductor": "dense int8, compiled by AOTInductor",
+    }
+    batches = list(dict.fromkeys(row.shapes["batch"] for row in rows))
+    lines = []
+    for provider, title in names.items():
+        calls = [one(rows, provider=provider, pass_="forward", batch=batch).p50 for batch in batches]
+        cells = [f"{ms:.2g} ms" if ms < 10 else f"{ms:.1f} ms" for ms in calls]
+        load, memory = (one(rows, provider=provider, pass_="run", unit=unit) for unit in ("ms", "MiB"))
+        size = f"{load.counted['bytes'] / 1e6:,.0f} MB"
+        lines.append([title, *cells, size, f"{load.p50:,.0f} ms", f"{memory.p50:,.0f} MiB"])
+    header = ["median of a call", *(f"batch {batch:,}" for batch in batches), "file", "load", "memory"]
+    return markdown(header, lines) + source(EPYC_AVX512, "serve")
+
+
+def preprocess() -> str:
+    """Whole preprocessing runs, ours and the rivals'."""
+    rows = committed(EPYC_AVX2, "preprocess")
+    titles = {
+        "comera-rec": "`comera preprocess`",
+        "duckdb": "SQL for DuckDB",
+        "pandas": "pandas script",
+        "torchrec": "torchrec's functions",
+    }
+    lines = []
+    for size in sorted({row.shapes["rows"] for row in rows}):
+        cells = [f"{size:,}"]
+        for provider in titles:
+            ms, mib = (select(rows, provider=provider, unit=unit, rows=size) for unit in ("ms", "MiB"))
+            cells.append(f"{ms[0].p50 / 1000:.1f} s, {mib[0].p50:,.0f} MiB" if ms else "")
+        lines.append(cells)
+    return markdown(["rows", *titles.values()], lines, left=0) + source(EPYC_AVX2, "preprocess")
+
+
+def whole_model() -> str:
+    """The DLRM of ten million rows, dense and made smaller as a whole: size, memory, time and quality."""
+    rows = at_best_rate(select(committed(EPYC_AVX512, "dlrm"), data="synth-10M"))
+    compressed = select(rows, provider="TT + rows adaptive")
+    forms = {"dense": select(rows, provider="dense")}
+    for compression in sorted({row.shapes["compression"] for row in compressed}):
+        forms[f"{compression:,}x smaller"] = select(compressed, compression=compression)
+    lines = []
+    for title, form in forms.items():
+        counted = {name: [row.counted[name] for row in form] for name in ("params", "bytes", "peak_mib", "step_ms", "auc")}
+        size = [f"{counted['params'][0]:,.0f}", f"{short(counted['bytes'][0] / 2**20)} MiB"]
+        cost = [f"{median(counted['peak_mib']):,.0f} MiB", f"{median(counted['step_ms']):.0f} ms"]
+        lines.append([title, *size, *cost, spread([row.p50 for row in form]), f"{mean(counted['auc']):.4f}"])
+    lines.append(_best_possible(rows[0], columns=4))
+    header = ["", "parameters", "model", "peak memory", "a step", "NE", "AUC"]
+    return markdown(header, lines) + source(EPYC_AVX512, "dlrm", "dlrm --only data=synth-10M")
+
+
+def kaggle_model() -> str:
+    """The DLRM of a million rows, 99 times smaller, dense, TT, and TT with hot rows."""
+    rows = at_best_rate(select([*committed(EPYC, "dlrm"), *committed(EPYC_AVX512, "dlrm")], data="synth"))
+    lines = []
+    for title, provider in {"dense": "dense", "TT": "TT adaptive", "TT with hot rows": "TT + rows adaptive"}.items():
+        best = select(rows, provider=provider)
+        auc = mean(row.counted["auc"] for row in best)
+        lines.append([title, f"{best[0].counted['params']:,.0f}", spread([row.p50 for row in best]), f"{auc:.4f}"])
+    lines.append(_best_possible(rows[0], columns=1))
+    return markdown(["", "parameters", "NE", "AUC"], lines) + source(EPYC, "dlrm") + source(EPYC_AVX512, "dlrm")
+
+
+def _best_possible(row: Row, columns: int) -> list[str]:
+    scores = [f"{row.counted[name]:.4f}" for name in ("best_ne", "best_auc")]
+    return ["the best that any model can reach", *[""] * columns, *scores]
+
+
+def mlperf() -> str:
+    """A step of MLPerf's DLRM-DCNv2 at its original sizes, part by part, and its peak memory."""
+    runs: dict[str, list[Row]] = {}  # by column
+    for machine, name in ((XEON, "AVX-512"), (EPYC_AVX2, "AVX2")):
+        rows = committed(machine, "mlperf")
+        for kind in dict.fromkeys(row.shapes["products"] for row in rows):
+            runs[f"{name}, products in {kind}"] = select(rows, products=kind)
+    parts = dict.fromkeys(row.provider for rows in runs.values() for row in rows if row.unit == "ms")
+    lines = [[part, *(f"{one(rows, provider=part).p50:,.0f} ms" for rows in runs.values())] for part in parts]
+    whole = [one(rows, provider="whole step") for rows in runs.values()]
+    lines.append(["samples a second", *(f"{1000 * row.shapes['batch'] / row.p50:,.0f}" for row in whole)])
+    lines.append(["tables, dense", *(f"{row.counted['dense_gb']:.1f} GB" for row in whole)])
+    lines.append(["tables, TT", *(f"{row.counted['table_mib']:.1f} MiB" for row in whole)])
+    lines.append(["peak memory of the process", *(f"{row.counted['peak_mib'] / 1000 * 1.048576:.2f} GB" for row in whole)])
+    return markdown(["", *runs], lines) + source(XEON, "mlperf") + source(EPYC_AVX2, "mlperf")

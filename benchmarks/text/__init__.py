@@ -1,1 +1,0 @@
-"""Transformers trained from scratch on text."""

@@ -1,0 +1,241 @@
+"""A training step of CoMERA's six-encoder transformer: dense, low-rank, and TT.
+
+All providers start from the same function: TT modules are random, dense weights are their contractions, and low-rank factors are
+the two halves of each TT module. The time of a step is that of forward, backward and update.
+
+Shapes: B batch, L length, I in_features, O out_features, r rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import comera_rec as cr
+from benchmarks.harness.measure import Settings, measure_cases
+from benchmarks.harness.rows import Row
+from benchmarks.harness.workload import Provider, Sizes, parameter_count, parameter_gradients
+from benchmarks.linear import tt_matrix
+from comera_rec.nn import (
+    EMBEDDING_STD,
+    ClassificationHead,
+    TransformerConfig,
+    TransformerEncoder,
+    linear_factory,
+    named_tt_modules,
+    replace_modules_,
+)
+from comera_rec.tt import contract
+
+DENSE, LOW_RANK, OURS = "dense", "low rank", "tensor train"
+NUM_CLASSES = 2
+PAPER = TransformerConfig(dropout=0.0)
+PAPER_TABLE = cr.TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32)
+PAPER_LINEARS = cr.LinearCompression(tt_ranks=30, order=6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerCase(Sizes):
+    """A model and its batch of full-length sequences; the defaults are the paper's sizes (section 5.1, arXiv 2405.14377)."""
+
+    batch: int
+    length: int = 128
+    model: TransformerConfig = PAPER
+    table: cr.TTShape = PAPER_TABLE
+    linears: cr.LinearCompression = PAPER_LINEARS
+
+    def shapes(self) -> dict[str, Any]:
+        return {
+            "batch": self.batch,
+            "length": self.length,
+            "layers": self.model.num_layers,
+            "dim": self.model.embed_dim,
+            "ff": self.model.ff_dim,
+            "vocabulary": self.model.vocab_size,
+            "rank": self.linears.tt_ranks,
+            "table ranks": list(self.table.ranks),
+        }
+
+
+QUICK = (
+    TransformerCase(
+        batch=2,
+        length=8,
+        model=TransformerConfig(vocab_size=500, embed_dim=32, num_layers=2, num_heads=4, ff_dim=64, max_length=8, dropout=0.0),
+        table=cr.TTShape((8, 8, 8), (4, 4, 2), 4),
+        linears=cr.LinearCompression(tt_ranks=4, order=4, min_features=32),
+    ),
+)
+FULL, GPU = (tuple(TransformerCase(batch=batch) for batch in batches) for batches in ((1, 8), (1, 32, 64, 128)))
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """Yield the rows of every case; at least three rounds instead of ten, because a dense step takes seconds."""
+    plan = replace(settings.plan, warmup=1, min_rounds=3)
+    cases = QUICK if settings.quick else FULL if settings.device == "cpu" else GPU
+    yield from measure_cases("transformer", cases, TransformerWorkload, replace(settings, plan=plan))
+
+
+class TransformerWorkload:
+    """One model in every form, its batch, and a small batch for checking agreement."""
+
+    baselines = (DENSE, LOW_RANK)
+    left_out: Mapping[str, str] = {}
+
+    def __init__(self, case: TransformerCase, device: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.tensor_train = build(case).to(device, getattr(torch, case.dtype))
+        self.batch, self.gate = (_batch(case, count, device) for count in (case.batch, min(case.batch, 2)))
+
+    @property
+    def providers(self) -> Mapping[str, Callable[[], Provider]]:
+        return {
+            DENSE: lambda: self._provider(dense(self.tensor_train)),
+            LOW_RANK: lambda: self._provider(low_rank(self.tensor_train)),
+            OURS: lambda: self._provider(copy.deepcopy(self.tensor_train)),
+        }
+
+    @property
+    def _compared(self) -> list[str]:
+        """All parameters but the keys' biases, whose gradient is zero: softmax ignores what all keys have in common."""
+        return [name for name, _ in self.tensor_train.named_parameters() if not name.endswith("key.bias")]
+
+    def reference(self) -> dict[str, Tensor]:
+        """Scores and gradients in float64, of the dense model with weights contracted core by core."""
+        stored = {name: p.detach().double().requires_grad_() for name, p in self.tensor_train.named_parameters()}
+        weights: dict[str, Tensor] = dict(stored)
+        for name, module in named_tt_modules(self.tensor_train):
+            parameters = {key: stored[f"{name}.{key}"] for key, _ in module.named_parameters()}
+            matrix = tt_matrix(parameters, module.shape)[: module.num_rows, : module.num_cols]
+            weights[f"{name}.weight"] = matrix.mT if isinstance(module, cr.TTLinear) else matrix
+            for key in parameters.keys() - {"bias"}:
+                del weights[f"{name}.{key}"]
+        ids, labels = self.gate
+        # Only the structure is used: every weight is replaced.
+        skeleton = dense(copy.deepcopy(self.tensor_train).to("meta"))
+        output = torch.func.functional_call(skeleton, weights, (ids,), strict=True)
+        F.cross_entropy(output, labels).backward()
+        gradients = {f"gradient of {name}": stored[name].grad for name in self._compared}
+        return {"output": output.detach(), **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
+
+    def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
+        """Parameters, and the MiB of weights, gradients and optimizer state that training keeps between steps."""
+        assert isinstance(provider, StepProvider)
+        return {"params": parameter_count(provider.module), **provider.training_state()}
+
+    def _provider(self, module: nn.Module) -> Provider:
+        return StepProvider(module, self.batch, self.gate, {f"gradient of {name}" for name in self._compared})
+
+
+class StepProvider:
+    """A classifier and Adam: steps on one batch; scores and gradients for agreement on another.
+
+    Args:
+        module: ids [B, L] -> scores [B, C].
+        batch, gate: ids [B, L] and labels [B].
+        shown: names of the gradients that `verify` shows if they exist.
+    """
+
+    def __init__(self, module: nn.Module, batch: tuple[Tensor, Tensor], gate: tuple[Tensor, Tensor], shown: set[str]) -> None:
+        self.module = module
+        self._optimizer = torch.optim.Adam(module.parameters(), fused=True)
+        self._batch = batch
+        self._gate = gate
+        self._shown = shown
+
+    @property
+    def passes(self) -> Mapping[str, Callable[[int], object]]:
+        return {"step": self._step}
+
+    def verify(self) -> dict[str, Tensor]:
+        output = self._backward(self._gate)
+        gradients = {name: value for name, value in parameter_gradients(self.module).items() if name in self._shown}
+        self.release()
+        return {"output": output, **gradients}
+
+    def release(self) -> None:
+        self.module.zero_grad()
+
+    def training_state(self) -> dict[str, float]:
+        """MiB of weights, gradients and optimizer state after a step."""
+        self._step(0)
+        parameters = list(self.module.parameters())
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        sizes = {
+            "weights_mib": _mib(parameters),
+            "gradients_mib": _mib(parameter.grad for parameter in parameters if parameter.grad is not None),
+            "optimizer_mib": _mib(states),
+        }
+        self.release()
+        return {**sizes, "training_state_mib": sum(sizes.values())}
+
+    def _step(self, turn: int) -> Tensor:
+        output = self._backward(self._batch)
+        self._optimizer.step()
+        return output
+
+    def _backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.release()
+        ids, labels = batch
+        output: Tensor = self.module(ids)
+        F.cross_entropy(output, labels).backward()
+        return output.detach()
+
+
+def build(case: TransformerCase) -> nn.Module:
+    """Build the classifier of TT modules."""
+    linear = linear_factory(case.linears)
+    embedding = partial(cr.TTEmbedding, shape=case.table, std=EMBEDDING_STD)
+    encoder = TransformerEncoder(case.model, linear=linear, embedding=embedding)
+    return nn.Sequential(encoder, ClassificationHead(case.model.embed_dim, NUM_CLASSES, linear=linear))
+
+
+def dense(tensor_train: nn.Module) -> nn.Module:
+    """Copy a model with dense layers and a dense table; `cr.export_dense` does the same but needs torchrec."""
+    model = copy.deepcopy(tensor_train)
+    return replace_modules_(model, {module: module.to_dense() for _, module in named_tt_modules(model)})
+
+
+def _batch(case: TransformerCase, count: int, device: str) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(case.model.vocab_size, (count, case.length))
+    return ids.to(device), (torch.arange(count) % NUM_CLASSES).to(device)
+
+
+class LowRankLinear(nn.Module):
+    """y = (x A) B + b: LoRA's update without the frozen weight (Hu et al., arXiv 2106.09685).
+
+    Args:
+        layer: the contractions of its two halves are A [I, r] and B [r, O].
+    """
+
+    def __init__(self, layer: cr.TTLinear) -> None:
+        super().__init__()
+        cut, cores = layer.shape.order // 2, [core.detach() for core in layer.scaled_cores()]
+        self.down_Ir = nn.Parameter(contract(cores[:cut]).reshape(layer.shape.num_rows, -1)[: layer.in_features].clone())
+        self.up_rO = nn.Parameter(contract(cores[cut:]).reshape(-1, layer.shape.num_cols)[:, : layer.out_features].clone())
+        self.bias = layer.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        return F.linear(input @ self.down_Ir, self.up_rO.mT, self.bias)
+
+
+def low_rank(tensor_train: nn.Module) -> nn.Module:
+    """Copy a model with low-rank linear layers and a dense table in place of TT modules."""
+    model = copy.deepcopy(tensor_train)
+    layers: dict[nn.Module, nn.Module] = {
+        module: LowRankLinear(module) if isinstance(module, cr.TTLinear) else module.to_dense()
+        for _, module in named_tt_modules(model)
+    }
+    return replace_modules_(model, layers)
+
+
+def _mib(tensors: Iterable[Tensor]) -> float:
+    return sum(tensor.nbytes for tensor in tensors) / 2**20
