@@ -163,15 +163,15 @@ class Embeddings(nn.Module):
     def start_(self, vectors: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
         """Let all tables start from vectors [M, K] of each field's ids."""
         rows = [starting_rows(of_field, len(count), self.dim) for of_field, count in zip(vectors, counts, strict=True)]
-        with torch.no_grad():
-            for field, start in zip(self.columns, self.starts.tolist(), strict=False):  # the small ones
-                self.small.weight[start : start + len(rows[field])] = rows[field]
+        if self.small is not None:
+            small = self.columns[: len(self.columns) - len(self.large)]
+            self.small.weight.data.copy_(torch.cat([rows[field] for field in small]))
         for field, table in zip(self.large, self.tables, strict=True):
             if isinstance(table, TT):
                 start_from_vectors_(table.bag, vectors[field], counts[field])
             elif isinstance(table, Dense) and len(table.weight) == len(rows[field]):
                 table.weight.data.copy_(rows[field])
-            else:
+            elif isinstance(table, Table):
                 fit_(table, rows[field], counts[field])
 
     def num_bytes(self) -> tuple[float, float]:

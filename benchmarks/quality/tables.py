@@ -269,8 +269,7 @@ class GroupAndPlace(QuotientRemainder):
 
     def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
         super().__init__(counts, dim, budget, std)
-        with torch.no_grad():
-            self.quotients -= 1  # which suits products
+        self.quotients.data.sub_(1)  # which suits products
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids // self.base, self.quotients) + F.embedding(ids % self.base, self.remainders)
