@@ -30,13 +30,13 @@ def resolved(output: Path) -> Path:
     """
     if _URL.match(str(output)):
         raise ValueError(
-            f"--output {output} is a URL, which this command can't write to; write to a local folder and copy it there"
+            f"`output` {output} is a URL, which this command can't write to; write to a local folder and copy it there"
         )
     if os.path.ismount(output):
-        raise ValueError(f"--output {output} is a mount point; name a folder in it, such as {output / 'data'}")
+        raise ValueError(f"`output` {output} is a mount point; name a folder in it, such as {output / 'data'}")
     target = _real(output)
     if any(path.is_symlink() for path in (target, *target.parents)):
-        raise ValueError(f"--output {output} leads to a symbolic link to itself; remove the link, or choose another --output")
+        raise ValueError(f"`output` {output} leads to a symbolic link to itself; remove the link, or choose another `output`")
     return target
 
 
@@ -46,7 +46,7 @@ def _real(path: Path) -> Path:
 
 
 def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
-    """Refuse an output that contains the paths of `--option`, symbolic links included, or with `within` lies in one of them.
+    """Refuse an output that contains paths of the setting `option`, links included, or with `within` lies in one of them.
 
     Raises:
         ValueError: they overlap; the message names both.
@@ -55,29 +55,34 @@ def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str],
     for path in paths:
         origin: PurePath = PurePosixPath(path) if isinstance(path, str) else _real(path)
         if origin.is_relative_to(target) or (within and target.is_relative_to(origin)):
-            raise ValueError(f"--output {output} and --{option} {path} overlap; choose another --output")
+            raise ValueError(f"`output` {output} and `{option}` {path} overlap; choose another `output`")
 
 
-def check_output_folder(output: Path, *, files: tuple[str, ...], overwrite: bool) -> None:
-    """Refuse an output folder that must not be written.
+def check_output(output: Path, *, files: tuple[str, ...] | None, overwrite: bool) -> None:
+    """Refuse an output that must not be written.
 
     Args:
-        files: patterns of the paths in a finished output. The first names a file that is always present: only a folder that
-            contains it, and nothing but matching files, is ever overwritten.
+        files: patterns of the paths in a finished folder; None if the output is a file. The first names a file that is always
+            present: only a folder that contains it, and nothing but matching files, is ever overwritten.
 
     Raises:
         ValueError: output is not a finished output, has other files in it, or is finished and overwrite is false.
     """
-    if (output / files[0]).exists():
+    if files is None:
+        if output.is_dir():
+            raise ValueError(f"`output` {output} is a folder; name a file in it")
+        if output.exists() and not overwrite:
+            raise ValueError(f"`output` {output} already exists; add `overwrite` to replace it")
+    elif (output / files[0]).exists():
         if not overwrite:
-            raise ValueError(f"--output {output} already holds a finished result; add --overwrite to replace it")
+            raise ValueError(f"`output` {output} already holds a finished result; add `overwrite` to replace it")
         for path in _files_in(output):
             if not any(fnmatch.fnmatchcase(path.relative_to(output).as_posix(), pattern) for pattern in files):
                 raise ValueError(
-                    f"--output {output} also holds {path.relative_to(output)}, which is not part of it; move that file first"
+                    f"`output` {output} also holds {path.relative_to(output)}, which is not part of it; move that file first"
                 )
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {output} exists and holds something else; choose a new or empty folder")
+        raise ValueError(f"`output` {output} exists and holds something else; choose a new or empty folder")
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
@@ -99,25 +104,13 @@ def require_page(path: Path) -> None:
                 raise ValueError(f"{path} exists and is not an HTML page; choose another name")
 
 
-def check_output_file(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output file that must not be written.
-
-    Raises:
-        ValueError: output is a folder, or exists and overwrite is false.
-    """
-    if output.is_dir():
-        raise ValueError(f"--output {output} is a folder; name a file in it")
-    if output.exists() and not overwrite:
-        raise ValueError(f"--output {output} already exists; add --overwrite to replace it")
-
-
 def put_in_place(finished: Path, output: Path) -> None:
     """Rename a finished folder or file to `output`, replacing what is there."""
     old = hidden(output, "replaced")
     remove(old)
-    if output.exists():
+    if output.is_dir():
         output.rename(old)
-    finished.rename(output)
+    finished.replace(output)
     sync(output.parent)
     remove(old)
 
@@ -138,12 +131,12 @@ def locked(output: Path, tell: Callable[[str], None] = lambda line: None) -> Ite
         lock.acquire(timeout=0)
     except Timeout as error:
         raise ValueError(
-            f"--output {output} is being written by another process ({_holder(lock)}); wait for it or choose another folder, "
+            f"`output` {output} is being written by another process ({_holder(lock)}); wait for it or choose another folder, "
             f"or remove {lock.lock_file} if that process is gone"
         ) from error
     try:
         if left_by:
-            tell(f"--output {output}: taking over from process {left_by}, which is gone")
+            tell(f"`output` {output}: taking over from process {left_by}, which is gone")
         yield
     finally:
         lock.release()
@@ -158,38 +151,34 @@ def _holder(lock: SoftFileLock) -> str:
 
 
 @contextmanager
-def finished_folder(output: Path, *, files: tuple[str, ...], overwrite: bool) -> Iterator[Path]:
-    """Yield a work folder that is renamed to `output` when the block ends, or removed if it raises.
+def finished(output: Path, *, files: tuple[str, ...] | None = None, overwrite: bool) -> Iterator[Path]:
+    """Yield a path that is renamed to `output` when the block ends, or removed if it raises: of a folder, or of a file to write.
+
+    Args:
+        output, files, overwrite: as for `check_output`.
 
     Raises:
         ValueError: output must not be written.
         OSError: it cannot be written (no permission, disk full); the message names it.
     """
     output = resolved(output)
-    check_output_folder(output, files=files, overwrite=overwrite)
-    with _work_beside(output) as work:
-        work.mkdir()
-        yield work
-        for path in (*_files_in(work), work):
-            sync(path)
-        put_in_place(work, output)
-
-
-@contextmanager
-def finished_file(output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a path to write that is renamed to `output` when the block ends, or removed if it raises.
-
-    Raises:
-        ValueError: output is a folder, or exists and overwrite is false.
-        OSError: it cannot be written (no permission, disk full); the message names it.
-    """
-    output = resolved(output)
-    check_output_file(output, overwrite=overwrite)
-    with _work_beside(output) as work:
-        yield work
-        sync(work)
-        work.replace(output)
-        sync(output.parent)
+    check_output(output, files=files, overwrite=overwrite)
+    work = hidden(output, "partial")
+    try:
+        make_parent(output)
+        with locked(output):
+            try:
+                remove(work)
+                if files:
+                    work.mkdir()
+                yield work
+                for path in (*(_files_in(work) if files else ()), work):
+                    sync(path)
+                put_in_place(work, output)
+            finally:
+                remove(work)
+    except OSError as error:
+        raise OSError(f"cannot write `output` {output}: {reason_of(error)}; choose a writable place with enough space") from error
 
 
 @contextmanager
@@ -232,21 +221,6 @@ def make_parent(output: Path) -> None:
 def reason_of(error: OSError) -> str:
     """Return the system's error message without file names."""
     return os.strerror(error.errno) if error.errno else str(error)
-
-
-@contextmanager
-def _work_beside(output: Path) -> Iterator[Path]:
-    work = hidden(output, "partial")
-    try:
-        make_parent(output)
-        with locked(output):
-            try:
-                remove(work)
-                yield work
-            finally:
-                remove(work)
-    except OSError as error:
-        raise OSError(f"cannot write --output {output}: {reason_of(error)}; choose a writable place with enough space") from error
 
 
 def hidden(output: Path, suffix: str) -> Path:

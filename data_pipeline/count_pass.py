@@ -17,9 +17,10 @@ from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
 from data_pipeline.parse import Parsed, PartRecord
 from data_pipeline.parts import Part, parquet_names
 from data_pipeline.pool import Schedule
-from data_pipeline.splits import Rows
+from data_pipeline.splits import Rows, Splitting
 
 _REJECTED_LINES_KEPT = 100
+_QUANTILES = 1024
 _NO_ROWS, _ALL_ROWS = slice(0, 0), slice(None)
 
 
@@ -127,35 +128,34 @@ def _count(job: Job, part: Part) -> PartCounts:
 
 
 class _Rejects:
-    """Stops the pass at the first malformed line over the limit, once the parts before it are counted, which give its number."""
+    """Stops the pass at more malformed lines than allowed, once the parts before them are counted, which number the lines."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._count = 0
+        self._count, self._first = 0, ""
         self._checked = [0] * len(job.logs)  # parts checked in each log
         self._lines = [0] * len(job.logs)
 
     def check(self, log: int, records: Mapping[int, PartRecord]) -> None:
         limit = self._job.options.max_bad_rows
-        while counts := records.get(self._checked[log]):
-            before, self._count = self._count, self._count + counts.rejected
+        while record := records.get(self._checked[log]):
+            if record.reasons and not self._first:
+                self._first = self._describe(log, *record.reasons[0])
+            self._count += record.rejected
             if self._count > limit:
-                nth = limit - before
-                known = nth < len(counts.reasons)
-                line, reason = counts.reasons[nth] if known else self._job.malformed(log, self._checked[log], nth)
-                number = self._job.first_line(log) + self._lines[log] + line
-                others = f"after {limit} other malformed lines; " if limit else ""
-                schema = self._job.schema
-                may_be_header = number == 1 and not schema.header and schema.format != "jsonl"
-                may_be_header &= not schema.of_kind("hex")  # Criteo's logs have no header
-                may_be_header &= parquet_names(self._job.options.inputs[log]) is None
-                header = "if it holds column names, set header = true in the schema; else " if may_be_header else ""
-                raise ValueError(
-                    f"{self._job.options.inputs[log]}:{number}: {reason}; {others}{header}"
-                    "fix the log, or raise --max-bad-rows to drop malformed lines"
-                )
+                first = f"{self._first}; it is the first of more than {limit} malformed lines" if limit else self._first
+                raise ValueError(f"{first}; fix the log, or raise `max_bad_rows` to drop malformed lines")
             self._checked[log] += 1
-            self._lines[log] += counts.lines
+            self._lines[log] += record.lines
+
+    def _describe(self, log: int, line: int, reason: str) -> str:
+        source, schema = self._job.options.inputs[log], self._job.schema
+        number = self._job.first_line(log) + self._lines[log] + line
+        may_be_header = number == 1 and not schema.header and schema.format != "jsonl"
+        may_be_header &= not schema.of_kind("hex")  # Criteo's logs have no header
+        may_be_header &= parquet_names(source) is None
+        hint = "; if it holds column names, set header = true in the schema" if may_be_header else ""
+        return f"{source}:{number}: {reason}{hint}"
 
 
 def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:
@@ -206,3 +206,47 @@ def _count_apart(job: Job, part: CountedPart, train_rows: int) -> PartCounts:
         )
         job.work.save(f"counts/{name}", counts)
     return counts
+
+
+@dataclass(kw_only=True)
+class PartTimes(PartRecord):
+    """A part's times, ascending, each representing equally many rows.
+
+    At most 1,024 quantiles of a part are kept, so memory is bounded and fractions are accurate to a thousandth.
+    """
+
+    times: tuple[float, ...]
+
+
+def find_times(job: Job, schedule: Schedule) -> Splitting:
+    """Find the times at which validation and test begin, before pass 1, if rows are split by time in given fractions.
+
+    Raises:
+        ValueError: a log is damaged, or there are more malformed lines than allowed.
+    """
+    records = pass_over(job, schedule, _record_times, PartTimes, folder="times", description="reading times")
+    parts = [part for log_records in records for part in log_records.values() if part.rows]
+    val, test = job.splitting.val_fraction, job.splitting.test_fraction
+    return replace(job.splitting, val_from=_time_after(parts, 1 - val - test), test_from=_time_after(parts, 1 - test))
+
+
+def _record_times(job: Job, part: Part) -> PartTimes:
+    record, blocks = PartRecord(last=part.last), [np.empty(0)]
+    for parsed in job.blocks(part):
+        assert parsed.split_keys is not None, "`Splitting.schema_used` has been called"
+        blocks.append(parsed.split_keys)
+        record.add(parsed)
+    times = np.sort(np.concatenate(blocks))
+    if len(times) > _QUANTILES:
+        times = times[((np.arange(_QUANTILES) + 0.5) / _QUANTILES * len(times)).astype(np.int64)]
+    return PartTimes(**vars(record), times=tuple(times.tolist()))
+
+
+def _time_after(parts: Sequence[PartTimes], share: float) -> float:
+    """Return the least time with at least this share of the rows before it; if none has, the next number after all times."""
+    times = np.concatenate([[0.0][: not parts], *(part.times for part in parts)])
+    weights = np.concatenate([[1.0][: not parts], *(np.full(len(part.times), part.rows / len(part.times)) for part in parts)])
+    order = np.argsort(times, kind="stable")
+    before = np.cumsum(weights[order]) - weights[order]
+    first = int(np.searchsorted(before, share * weights.sum() - 1e-6))
+    return float(times[order][first] if first < len(times) else np.nextafter(times.max(), np.inf))

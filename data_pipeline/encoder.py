@@ -24,11 +24,9 @@ import numpy as np
 
 from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.hashing import BucketIds, HashedIds, IdSource, open_tables
-from data_pipeline.lists import truncate_lists
 from data_pipeline.manifest import REMEDY, CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
-from data_pipeline.names import names_of
-from data_pipeline.parse import Parsed
-from data_pipeline.parts import detect_schema
+from data_pipeline.parse import Parsed, truncate_lists
+from data_pipeline.parts import detect_schema, layout_of
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import NOT_FEATURES, Column, LogSchema, criteo_schema
 from data_pipeline.shards import Encoder
@@ -62,8 +60,9 @@ def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
     """Return the schema of new logs: detected for Criteo's and .npy, else `known` less absent labels, weights, times and users."""
     if known.transformed or known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
         return detect_schema(log)
-    names = names_of(log, known)
-    kept = [column for column in known.columns if names is None or column.kind not in NOT_FEATURES or column.source in names]
+    layout = layout_of(log, known)
+    named = set(layout) if isinstance(layout, tuple) else {column.source for column in known.columns}
+    kept = [column for column in known.columns if column.kind not in NOT_FEATURES or column.source in named]
     return replace(known, columns=tuple(kept))
 
 
@@ -80,15 +79,15 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
     log_columns, data_columns = [*columns(schema), "none"], [*columns(known), "none"]
     if schema.labels and known.labels and schema.labels != known.labels:
         raise ValueError(
-            f"--input {log} has the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
-            "give logs with all of these labels or none, or name the columns with --schema"
+            f"`input` {log} has the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
+            "give logs with all of these labels or none, or name the columns with `schema`"
         )
     if log_columns != data_columns or schema.transformed != known.transformed:
         pairs = zip(log_columns, data_columns, strict=False)
         actual, expected = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "already transformed columns"))
         raise ValueError(
-            f"--input {log} has other columns than the logs of {data}: {actual} where {expected} is expected; "
-            "give logs with the same columns, or name them with --schema"
+            f"`input` {log} has other columns than the logs of {data}: {actual} where {expected} is expected; "
+            "give logs with the same columns, or name them with `schema`"
         )
 
 

@@ -91,18 +91,6 @@ class Block(ctypes.Structure):
     _fields_ = (("bytes", _int), ("lines", _int), ("elements", _int))
 
 
-class JsonSchema(ctypes.Structure):
-    """`JsonSchema` of json.cpp."""
-
-    _fields_ = (("names", Array), ("name_ends", Array), ("is_list", Array), ("separators", Array))
-
-
-class JsonCells(ctypes.Structure):
-    """`JsonCells` of json.cpp."""
-
-    _fields_ = tuple((name, Array) for name in ("bytes", "ends", "element_ends", "is_parsed"))
-
-
 def _function(name: str, *arguments: Any) -> Any:
     function = _library[name]
     function.argtypes, function.restype, function.errcheck = arguments, _int, _refuse_wrong_sizes
@@ -124,12 +112,10 @@ def _by_key_dtype(name: str, *arguments: Any) -> dict[np.dtype, Any]:
 
 parse = _by_key_dtype("parse", Array, _pointer(Schema), _pointer(Columns))
 measure_block = _function("measure_block", Array, Array, _int, _int, _int, _pointer(Block))
-parse_json = _function("parse_json", Array, _pointer(JsonSchema), _pointer(JsonCells), _int)
 read_integers, read_labels, read_hex_digits, hash_texts = (
     _function(name, *[Array] * 4) for name in ("read_integers", "read_labels", "read_hex_digits", "hash_texts")
 )
 longest_line = _function("longest_line", Array)
-count_sorted = _by_key_dtype("count_sorted", Array, Array)
 merge_runs = _by_key_dtype("merge_runs", *[Array] * 6)
 insert = _by_key_dtype("insert", Array, Array, _int, _int, _int)
 release_pages = _function("release_pages", Array)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from data_pipeline.atomic import finished_folder, refuse_overlap
+from data_pipeline.atomic import finished, refuse_overlap
 from data_pipeline.columns import LABEL
 from data_pipeline.manifest import MANIFEST_NAME, Manifest, write_manifest
 from data_pipeline.verify import read_row_groups
@@ -44,7 +44,7 @@ def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: boo
     if manifest.weight:
         parts["weights"] = ([manifest.weight.name], np.float32)
     with (
-        finished_folder(output, files=FILES, overwrite=overwrite) as work,
+        finished(output, files=FILES, overwrite=overwrite) as work,
         tqdm(desc="exporting", total=len(parts) * manifest.rows.written, unit="row", unit_scale=True, disable=None) as bar,
     ):
         for name, split in manifest.splits.items():

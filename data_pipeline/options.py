@@ -54,7 +54,7 @@ class PassOptions:
 
     def __post_init__(self) -> None:
         if not self.inputs:
-            raise ValueError("--input names no file; give at least one")
+            raise ValueError("`input` names no file; give at least one")
         refuse_overlap(self.output, "input", self.inputs)
         refuse_twice(self.inputs)
         self._check_at_least(max_bad_rows=0, part_bytes=1)
@@ -62,16 +62,16 @@ class PassOptions:
             self._check_at_least(workers=1)
         needed, least = _BASE_BYTES + self._worker_bytes, _BASE_BYTES + _WORKER_BYTES
         if self.memory_limit < needed:
-            smaller = "or lower --part-size" if self.memory_limit > least else f"as any parts need more than {format_bytes(least)}"
+            smaller = "or lower `part_bytes`" if self.memory_limit > least else f"as any parts need more than {format_bytes(least)}"
             raise ValueError(
-                f"--memory-limit {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
+                f"`memory_limit` {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
                 f"which need {format_bytes(needed)}; raise it, {smaller}"
             )
 
     def _check_at_least(self, **bounds: int) -> None:
         for name, least in bounds.items():
             if getattr(self, name) < least:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least {least}")
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least {least}")
 
     @property
     def threads(self) -> int:
@@ -144,30 +144,30 @@ class PreprocessOptions(PassOptions):
         super().__post_init__()
         self._check_at_least(min_count=1, seed=0)
         if self.seed >= 1 << 64:
-            raise ValueError(f"--seed is {self.seed}; it must be below 2**64")
+            raise ValueError(f"`seed` is {self.seed}; it must be below 2**64")
         if self.hash_buckets is not None:
             self._check_at_least(hash_buckets=2)
         for name, count in self.min_counts.items():
             if count < 1:
-                raise ValueError(f"--min-count {name}={count}: it must be at least 1")
+                raise ValueError(f"`min_count` {name}={count}: it must be at least 1")
         if self.hash_buckets is not None and self.hash_buckets > 1 << 31:
-            raise ValueError(f"--hash-buckets is {self.hash_buckets}; ids are 32-bit integers, so it must be at most {1 << 31}")
+            raise ValueError(f"`hash_buckets` is {self.hash_buckets}; ids are 32-bit integers, so it must be at most {1 << 31}")
         if self.order not in get_args(Order):
-            raise ValueError(f"--order is {self.order!r}; choose one of {', '.join(get_args(Order))}")
+            raise ValueError(f"`order` is {self.order!r}; choose one of {', '.join(get_args(Order))}")
         if self.split not in get_args(SplitKind):
-            raise ValueError(f"--split is {self.split!r}; choose one of {', '.join(get_args(SplitKind))}")
+            raise ValueError(f"`split` is {self.split!r}; choose one of {', '.join(get_args(SplitKind))}")
         if self.split == "day" and len(self.inputs) < 2:
-            raise ValueError("--split day needs several logs, of which it validates and tests on the last; --input names one")
+            raise ValueError("`split` day needs several logs, of which it validates and tests on the last; `input` names one")
         times = (self.val_from, self.test_from)
         in_order = self.val_from is not None and self.test_from is not None and self.val_from <= self.test_from
         if times != (None, None) and not (self.split == "time" and in_order):
-            raise ValueError("--val-from and --test-from need --split time; give both, with --val-from no later than --test-from")
+            raise ValueError("`val_from` and `test_from` need `split` time; give both, with `val_from` no later than `test_from`")
         for name in ("val_fraction", "test_fraction"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least 0 and below 1")
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 0 and below 1")
         if self.val_fraction + self.test_fraction >= 1:
             raise ValueError(
-                f"--val-fraction {self.val_fraction} and --test-fraction {self.test_fraction} leave no training rows; "
+                f"`val_fraction` {self.val_fraction} and `test_fraction` {self.test_fraction} leave no training rows; "
                 "their sum must be below 1"
             )
 
@@ -187,10 +187,6 @@ class PreprocessOptions(PassOptions):
         names += ["seed"] if self.split in ("random", "user") else []
         names += ["min_count"] if self.hash_buckets is None else ["hash_buckets"]
         return {name: getattr(self, name) for name in (*names, "part_bytes", "max_bad_rows")}
-
-
-def _flag(name: str) -> str:
-    return "--part-size" if name == "part_bytes" else "--" + name.replace("_", "-")
 
 
 def parse_bytes(text: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -103,17 +103,13 @@ def longest_line(text: bytes | bytearray) -> int:
     return longest
 
 
-def measure(text: np.ndarray, schema: LogSchema, room: int, *, element_ends: str = "") -> Block:
-    """Measure the first lines of a text: as many as fit arrays of `room` bytes, but at least one.
-
-    Args:
-        element_ends: characters that end list elements, besides the columns' separators.
-    """
+def measure(text: np.ndarray, schema: LogSchema, room: int) -> Block:
+    """Measure the first lines of a text: as many as fit arrays of `room` bytes, but at least one."""
     numbers = schema.number_dtype.itemsize + (4 if schema.number_dtype != np.int32 else 0)  # parsed as int32, then converted
     cells = (1, numbers + 1, schema.key_dtype.itemsize + 1, 8, 8)  # bytes per line of the arrays that `counts` counts
     counts = (len(schema.labels), len(schema.integers), len(schema.singles), len(schema.lists), 1)
     line_bytes = sum(size * count for size, count in zip(cells, counts, strict=True))
-    separators = {ord(byte) for column in schema.columns if column.kind == "list" for byte in column.separator + element_ends}
+    separators = {ord(column.separator) for column in schema.columns if column.kind == "list"}
     block = Block()
     list_separators = Array(np.array(sorted(separators), np.uint8), np.uint8)
     native.measure_block(Array(text, np.uint8), list_separators, line_bytes, 8 * len(schema.lists), room, ctypes.byref(block))
@@ -159,3 +155,19 @@ def _reason(line: bytes, schema: LogSchema) -> str:
     except Malformed as error:
         return str(error)
     raise AssertionError(f"the line {line!r} was rejected although the reference parses it")
+
+
+def truncate_lists(parsed: Parsed, schema: LogSchema) -> Parsed:
+    """Keep the first `max_length` elements of each list, in columns that have such a limit."""
+    limits = [schema.column_of(name).max_length for name in schema.lists]
+    if not any(limits):
+        return parsed
+    list_keys, list_ends = parsed.list_keys.copy(), parsed.list_ends.copy()
+    for keys, ends, limit in zip(list_keys, list_ends, limits, strict=True):
+        lengths = np.diff(ends, prepend=0)
+        kept = np.minimum(lengths, limit or lengths.max(initial=0))
+        positions = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
+        elements = keys[: len(positions)][positions < np.repeat(kept, lengths)]
+        keys[: len(elements)] = elements
+        ends[:] = np.cumsum(kept)
+    return replace(parsed, list_keys=list_keys, list_ends=list_ends)

@@ -9,15 +9,15 @@ decompressed from its beginning once per pass, and parts that are already done a
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import lzma
 import re
 import zlib
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from io import BufferedIOBase
 from typing import Any
 
@@ -28,7 +28,8 @@ from data_pipeline.columns import LABEL
 from data_pipeline.parse import longest_line
 from data_pipeline.schema import LogSchema, criteo_schema, detect_criteo_schema
 from data_pipeline.sources import LogIdentity, Source, empty, identify_log, open_log, unreadable
-from data_pipeline.triplets import MAGIC, Rows, identify_triplet, open_triplet
+from data_pipeline.tables import Layout, json_types, read_names
+from data_pipeline.triplets import MAGIC, identify_triplet, open_triplet
 
 LONGEST_LINE = 1 << 20  # bytes without the newline; lists of a hundred thousand values fit
 _DETECTED_BYTES = 1 << 16
@@ -55,18 +56,15 @@ class Part:
     """A part of a log: its number, where it begins in the log, and its content.
 
     start: position of its text in the log's text, or number of its first row.
-    content: whole lines ending with newlines, or rows of .npy files or Parquet.
+    content: whole lines ending with newlines, or rows of Parquet or .npy files.
     last: the log ends with this part.
-    release: hands the content's memory to a later part; nothing may use the content afterwards. Mapping new memory takes longer
-        than reading a log into it.
     """
 
     log: int
     number: int
     start: int
-    content: bytearray | Rows | pa.Table
+    content: bytearray | pa.Table
     last: bool
-    release: Callable[[], object] = field(default=lambda: None, compare=False)
 
 
 def identify(logs: tuple[Source, ...]) -> tuple[LogIdentity, ...]:
@@ -90,12 +88,11 @@ def detect_schema(log: Source) -> LogSchema:
     if names is not None:
         schema = criteo_schema(labeled=LABEL in names)
         if missing := [column.name for column in schema.columns if column.name not in names]:
-            raise ValueError(f"{log} has no column {missing[0]}, as Criteo's logs have; describe other logs with --schema")
+            raise ValueError(f"{log} has no column {missing[0]}, as Criteo's logs have; describe other logs with `schema`")
         return schema
-    first = next(read_parts(0, log, part_bytes=_DETECTED_BYTES, skip=lambda _: False)).content
-    assert isinstance(first, bytearray), "only .npy files give rows"
+    first = _first_lines(log, _DETECTED_BYTES)
     try:
-        return detect_criteo_schema(bytes(first).replace(b"\r\n", b"\n"))
+        return detect_criteo_schema(first.replace(b"\r\n", b"\n"))
     except ValueError as error:
         raise ValueError(f"{log}:1: {error}") from error
 
@@ -119,11 +116,54 @@ def parquet_names(log: Source) -> tuple[str, ...] | None:
         return tuple(row_groups.read_metadata(log).schema.to_arrow_schema().names)
 
 
-def read_first_line(log: Source) -> bytes:
-    """Read the first line of a text log."""
-    part = next(read_parts(0, log, part_bytes=1, skip=lambda _: False))
+def _first_lines(log: Source, size: int) -> bytes:
+    part = next(read_parts(0, log, part_bytes=size, skip=lambda _: False))
     assert isinstance(part.content, bytearray), "only texts have lines"
     return bytes(part.content)
+
+
+def layout_of(log: Source, schema: LogSchema) -> Layout | None:
+    """Return a log's column names, in its order, or the types of JSON's columns; None if columns are identified by position.
+
+    Raises:
+        ValueError: the log can't be read, or its first line isn't CSV.
+    """
+    if _magic(log) == MAGIC:
+        return tuple(column.name for column in open_triplet(log).schema().columns)
+    if (names := parquet_names(log)) is not None:
+        return names
+    if schema.format == "jsonl":
+        return json_types(_first_lines(log, _DETECTED_BYTES), schema)
+    if not schema.header:
+        return None
+    try:
+        return read_names(_first_lines(log, 1), schema)
+    except csv.Error as error:  # Python's message advises opening the file in another way
+        reason = "has a carriage return within it" if "new-line" in str(error) else f"is not CSV ({error})"
+        raise ValueError(f"the line of column names of {log} {reason}; correct it, or set header = false") from None
+
+
+def check_layout(log: Source, schema: LogSchema) -> Layout | None:
+    """Do what `layout_of` does, and check that the log has every column of the schema exactly once.
+
+    Raises:
+        ValueError: a column is missing or appears more than once, or only one of the log and the schema is of .npy files.
+    """
+    layout = layout_of(log, schema)
+    is_triplet = _magic(log) == MAGIC
+    if is_triplet != schema.transformed or (is_triplet and layout != tuple(column.name for column in schema.columns)):
+        raise ValueError(
+            f"{log} doesn't match the first `input` or `schema`; preprocess text and .npy files, "
+            "or .npy files with different columns, as separate data sets"
+        )
+    names = layout if isinstance(layout, tuple) else ()
+    counts = Counter(names)
+    for column in schema.columns if isinstance(layout, tuple) else ():
+        if column.kind != "ignore" and counts[column.source] != 1:
+            number = "more than one column" if counts[column.source] else "no column"
+            shown = ", ".join(repr(name)[1:-1] for name in names)  # escaped: names may contain line breaks
+            raise ValueError(f"{log} has {number} {column.source!r}; its columns are {shown[:200]}; correct the schema or the log")
+    return layout
 
 
 def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns: Collection[str] | None = None) -> Iterator[Part]:
@@ -186,7 +226,7 @@ def _magic(log: Source) -> bytes:
     except OSError as error:
         raise unreadable(log, error) from error
     if what := next((what for first, what in _UNREADABLE.items() if magic.startswith(first)), None):
-        raise ValueError(f"--input {log} is {what}; give text in UTF-8, plain or compressed by {', '.join(_MAGICS)}, or Parquet")
+        raise ValueError(f"`input` {log} is {what}; give text in UTF-8, plain or compressed by {', '.join(_MAGICS)}, or Parquet")
     return magic
 
 
@@ -196,7 +236,7 @@ def _count_plain(size: int, part_bytes: int) -> int:
 
 def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
     size = identify_log(source).bytes
-    count, released = _count_plain(size, part_bytes), deque[bytearray]()
+    count = _count_plain(size, part_bytes)
     with open_log(source) as file:
         for number in range(count):
             if skip(number):
@@ -204,13 +244,12 @@ def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Itera
             # Search from the byte before the part: if it is a newline, a line begins with the part's first byte.
             start = _line_end(file, number * part_bytes - 1, source) if number else 0
             end = _line_end(file, min((number + 1) * part_bytes, size) - 1, source)
-            text = _resized(released.pop() if released else bytearray(), end - start)
+            text = bytearray(end - start)
             file.seek(start)
             if file.readinto(text) != len(text):
                 raise inputs_changed()
             _end_lines(text, ends_log=end == size)
-            release = partial(released.append, text)
-            yield Part(log=log, number=number, start=start, content=text, last=number + 1 == count, release=release)
+            yield Part(log=log, number=number, start=start, content=text, last=number + 1 == count)
 
 
 def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
@@ -247,7 +286,7 @@ def _triplet_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Ite
     for number in range(count):
         if not skip(number):
             start = number * step
-            rows = triplet.read(start, min(start + step, triplet.rows))
+            rows = triplet.read(start, start + step)
             yield Part(log=log, number=number, start=start, content=rows, last=number + 1 == count)
 
 
@@ -269,19 +308,10 @@ def _end_lines(text: bytearray, *, ends_log: bool) -> None:
         del text[-len(blank[1]) :]
 
 
-def _resized(text: bytearray, size: int) -> bytearray:
-    """Resize a buffer, reusing its memory."""
-    if not text:
-        return bytearray(size)
-    del text[size:]
-    text += bytes(size - len(text))
-    return text
-
-
 def _too_long(source: Source) -> ValueError:
     return ValueError(f"{source}: a line is longer than {LONGEST_LINE} bytes; check that this is a click log")
 
 
 def inputs_changed() -> ValueError:
     """Return the error for logs that changed during the run."""
-    return ValueError("an --input changed while it was read; run the same command again to start over")
+    return ValueError("an `input` changed while it was read; run the same command again to start over")

@@ -1,16 +1,20 @@
-"""Schedules, which run the passes over logs: threads of this process, or another `Schedule`.
+"""Schedules, which run a pass over logs: on threads of this process, or on an executor's processes, such as a Dask cluster's.
 
-Threads suffice because all slow work runs outside Python's lock: decompressing, parsing, sorting, encoding, compressing. Some
-threads read parts, others process them, and the number of parts in memory is limited.
+Threads suffice because all slow work runs outside Python's lock: decompressing, parsing, sorting, encoding, compressing. An
+executor's processes need this package, the logs at the same paths or URLs, and the output's folder. They don't exchange data: a
+part's results are files in the work folder and a few numbers. If a worker of a cluster dies, another one repeats its part. A run
+begun on threads can be resumed on a cluster, and vice versa.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from data_pipeline import native
@@ -19,11 +23,11 @@ from data_pipeline.parts import Part, Skip, count_parts
 
 Result = TypeVar("Result")
 Work = Callable[[Job, Part, Any], Result]
-PARTS_PER_WORKER = 2
+_WAIT_SECONDS = 30
 
 
 class Schedule(Protocol):
-    """A function that runs a pass: `on_threads`, or one for a Dask cluster (`data_pipeline.cluster`)."""
+    """A function that runs a pass: `on_threads`, or `on_executor` of an executor."""
 
     def __call__(
         self, job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
@@ -40,71 +44,50 @@ class Schedule(Protocol):
 def on_threads(
     job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
 ) -> Generator[Result]:
-    """Run a pass on as many threads as cores and memory allow; a `Schedule`."""
-    native.return_freed_arrays()
-    readers = [job.reader(log, leave_out.__contains__) for log, leave_out in done.items()]
-    return work_on_parts(readers, lambda part: work(job, part, details.get((part.log, part.number))), workers=job.options.threads)
+    """Run a pass on as many threads as cores and memory allow; a `Schedule`.
 
-
-def work_on_parts(
-    logs: Sequence[Callable[[], Iterator[Part]]], work: Callable[[Part], Result], *, workers: int
-) -> Generator[Result]:
-    """Yield the result of `work` for every part of every log, in the order of completion.
-
-    One part is read ahead for each worker. Closing the generator, or an error while reading or working, stops the rest.
+    Each log is read by one thread at a time, which then leaves it to another one. Reading waits for the parts read before, so there
+    are at most as many parts in memory as threads, and one for each log being read.
     """
-    finished: queue.Queue[Future[Any]] = queue.Queue()  # reads of logs, which return the number of parts, and work on parts
-    room, stop = threading.Semaphore(PARTS_PER_WORKER * workers), threading.Event()
+    native.return_freed_arrays()
+    logs = (job.reader(log, leave_out.__contains__)() for log, leave_out in done.items())
+    tasks: dict[Future[Any], Iterator[Part] | None] = {}  # the log of a read; None of work on a part
 
-    def work_on(part: Part) -> Result | None:
+    def work_on(part: Part) -> Result:
+        return work(job, part, details.get((part.log, part.number)))
+
+    def read(parts: Iterator[Part]) -> None:
+        tasks[pool.submit(next, parts, None)] = parts
+
+    with ThreadPoolExecutor(job.options.threads) as pool:
         try:
-            if stop.is_set():
-                return None
-            result = work(part)
-            part.release()
-            return result
+            for parts in islice(logs, job.options.threads):
+                read(parts)
+            while tasks:
+                finished = wait(tasks, return_when=FIRST_COMPLETED).done
+                while finished:
+                    future = finished.pop()
+                    log = tasks.pop(future)
+                    result = future.result()
+                    if log is None:
+                        yield result
+                    elif result is not None:
+                        tasks[pool.submit(work_on, result)] = None
+                        read(log)
+                    elif another := next(logs, None):
+                        read(another)
+                    del future, result  # only the worker refers to a part
         finally:
-            room.release()
-
-    def read(log: Callable[[], Iterator[Part]]) -> int:
-        parts, count = log(), 0
-        while True:
-            room.acquire()
-            try:
-                part = None if stop.is_set() else next(parts, None)
-            except BaseException:
-                room.release()
-                raise
-            if part is None:
-                room.release()
-                return count
-            pool.submit(work_on, part).add_done_callback(finished.put)
-            del part  # only the worker refers to it from here on
-            count += 1
-
-    with ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(workers) as readers:
-        reads = {readers.submit(read, log) for log in logs}
-        for log_read in reads:
-            log_read.add_done_callback(finished.put)
-        try:
-            expected = yielded = 0
-            while reads or yielded < expected:
-                future = finished.get()
-                if future in reads:
-                    reads.remove(future)
-                    expected += future.result()
-                else:
-                    yielded += 1
-                    yield future.result()
-        finally:
-            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def on_executor(
     executor: Executor, job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
 ) -> Generator[Result]:
-    """Run a pass on an executor's processes, for work that holds Python's lock; a `Schedule` after its first argument."""
-    futures = [executor.submit(call, task) for task in tasks_of_parts(job, work, done, details)]
+    """Run a pass on an executor, in a task for each part; a `Schedule` after its first argument."""
+    inputs = tuple(log.absolute() if isinstance(log, Path) else log for log in job.options.inputs)
+    remote_job = replace(job, options=replace(job.options, inputs=inputs))
+    futures = [executor.submit(task) for task in _tasks(remote_job, work, done, details)]
     try:
         for future in as_completed(futures):
             yield from future.result()
@@ -113,7 +96,7 @@ def on_executor(
             future.cancel()
 
 
-def tasks_of_parts(
+def _tasks(
     job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
 ) -> Iterator[Callable[[], list[Result]]]:
     """Yield a task for each part, or one for a whole compressed log, which can only be read from its beginning."""
@@ -127,11 +110,39 @@ def tasks_of_parts(
             yield partial(_work_on, job, work, log, number.__ne__, {number: details.get((log, number))})
 
 
-def call(task: Callable[[], list[Result]]) -> list[Result]:
-    """Run a task of `tasks_of_parts`."""
-    return task()
-
-
 def _work_on(job: Job, work: Work[Result], log: int, skip: Skip, details: Mapping[int, Any]) -> list[Result]:
     native.return_freed_arrays()
     return [work(job, part, details.get(part.number)) for part in job.reader(log, skip)()]
+
+
+@contextmanager
+def dask_schedule(address: str, *, workers: int) -> Iterator[Schedule]:
+    """Yield a `Schedule` on the Dask cluster at `address`, or on `workers` local processes if it is "local".
+
+    Raises:
+        ValueError: Dask is not installed, no scheduler with a worker answers, or workers die again and again.
+    """
+    try:
+        import distributed
+    except ImportError as error:
+        raise ValueError(f"`scheduler` {address} needs Dask: run pip install distributed") from error
+    with ExitStack() as stack:
+        scheduler_address = address
+        if address == "local":
+            processes = {"n_workers": workers, "threads_per_worker": 1, "memory_limit": None, "dashboard_address": ":0"}
+            scheduler_address = stack.enter_context(distributed.LocalCluster(**processes, silence_logs="ERROR")).scheduler_address
+        try:
+            client = stack.enter_context(distributed.Client(scheduler_address, set_as_default=False, timeout=_WAIT_SECONDS))
+            client.wait_for_workers(1, timeout=_WAIT_SECONDS)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"`scheduler` {address}: no scheduler with a worker answers ({' '.join(str(error).split())}); "
+                "start them with `dask scheduler` and `dask worker`, or use `scheduler` local"
+            ) from error
+        try:
+            yield partial(on_executor, client.get_executor(pure=False))
+        except distributed.KilledWorker as error:
+            raise ValueError(
+                "`scheduler`: several workers died on the same part, probably out of memory; lower `part_bytes` or give workers "
+                "more memory, and run the same command again to resume"
+            ) from error

@@ -18,21 +18,18 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
-from data_pipeline.cluster import dask_schedule
-from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
+from data_pipeline.count_pass import count_logs, find_times, split_bounds, train_and_rest
 from data_pipeline.counts import GroupCounts, IntegerCounts
 from data_pipeline.encoder import open_encoder
 from data_pipeline.fit import fit_categories, is_counted
 from data_pipeline.job import Job
 from data_pipeline.manifest import FILES, FORMAT, FORMAT_VERSION, SPLITS, IntegerColumn, Manifest, versions, write_manifest
-from data_pipeline.names import check_names
 from data_pipeline.options import PassOptions, PreprocessOptions
 from data_pipeline.order_pass import order_vocabularies
-from data_pipeline.parts import detect_schema, identify, inputs_changed
-from data_pipeline.pool import Schedule, on_threads
+from data_pipeline.parts import check_layout, detect_schema, identify, inputs_changed
+from data_pipeline.pool import Schedule, dask_schedule, on_threads
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Splitting
-from data_pipeline.time_pass import find_times
 from data_pipeline.work import Tell, work_folder
 from data_pipeline.write_pass import count_zeros, describe_rows, write_logs
 
@@ -49,9 +46,9 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     schema = options.schema or detect_schema(options.inputs[0])
     unknown = sorted(set(options.min_counts) - set(schema.categories))
     if unknown:
-        raise ValueError(f"--min-count {unknown[0]}=...: no such categorical column; choose one of {', '.join(schema.categories)}")
+        raise ValueError(f"`min_count` {unknown[0]}=...: no such categorical column; choose one of {', '.join(schema.categories)}")
     if options.order == "similarity" and len(schema.categories) < 2 and not schema.lists:
-        tell("--order similarity needs values that occur together: a single categorical column stays in order of frequency")
+        tell("`order` similarity needs values that occur together: a single categorical column stays in order of frequency")
         options = replace(options, order="frequency")
     # Everything that determines the work folder's contents; `max_bad_rows` doesn't change them.
     identity = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
@@ -73,7 +70,7 @@ def open_job(
         identity: what determines the results besides logs, columns and versions, as JSON values.
     """
     logs = identify(options.inputs)
-    names = tuple(check_names(log, schema) for log in options.inputs)
+    layouts = tuple(check_layout(log, schema) for log in options.inputs)
     schema = splitting.schema_used(schema)
     identity = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()} | identity
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
@@ -84,7 +81,7 @@ def open_job(
         for folder in (*SPLITS, "vocabulary"):
             (work.data / folder).mkdir(exist_ok=True)
         job = Job(
-            options=options, schema=schema, logs=logs, work=work, splitting=splitting, names=names, counted=frozenset(counted)
+            options=options, schema=schema, logs=logs, work=work, splitting=splitting, layouts=layouts, counted=frozenset(counted)
         )
         yield job, schedule
         work.remove_unfinished()
@@ -100,7 +97,7 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
     groups = train_and_rest(job, parts, bounds[0])
     if not any(group.trains for group in groups):
         rows = sum(part.counts.rows for part in parts)
-        raise ValueError(f"--input holds {rows} well-formed lines, which leaves no row for training; give more logs")
+        raise ValueError(f"`input` holds {rows} well-formed lines, which leaves no row for training; give more logs")
     integers = tuple(_integer_column(job, column, groups) for column in range(len(job.schema.integers)))
     categories = fit_categories(job, options, groups)
     if options.order == "similarity":

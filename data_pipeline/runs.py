@@ -72,65 +72,41 @@ def write_run(path: Path, columns: Iterable[Iterable[Counted]], *, count_bytes: 
 class Counter:
     """Counts the values of columns, and writes a run whenever they fill the room.
 
-    It keeps keys as they were added, and once there are many, the distinct keys with their counts.
-
     Args:
         path: name prefix of the runs.
-        room: the most bytes to hold.
+        room: the most bytes of keys to hold; counting them takes several times as much.
     """
 
     def __init__(self, path: Path, *, columns: int, key_dtype: np.dtype, room: int) -> None:
-        self._path, self._room = path, room
-        self._nothing = np.empty(0, key_dtype), np.empty(0, _COUNT)
-        self._pending: list[list[np.ndarray]] = [[] for _ in range(columns)]
-        self._counted: list[Counted] = [self._nothing] * columns
+        self._path, self._room, self._bytes = path, room, 0
+        self._keys: list[list[np.ndarray]] = [[np.empty(0, key_dtype)] for _ in range(columns)]
         self._runs: list[Run] = []
 
     def add(self, column: int, keys: np.ndarray) -> None:
-        """Add keys of a column; they are counted now or later."""
-        self._pending[column].append(keys)
-        if sum(array.nbytes for array in self._pending[column]) > self._room // 4:  # counting takes several times as much
-            self._count(column)
-        if self._bytes() > self._room:
-            self._count_all()
-            if self._bytes() > self._room // 2:  # rather than counting them again and again
-                self._write()
+        """Add keys of a column; they are counted later."""
+        self._keys[column].append(keys)
+        self._bytes += keys.nbytes
+        if self._bytes > self._room:
+            self._write()
 
     def finish(self) -> tuple[Run, ...]:
         """Write what is left, and return all runs."""
-        self._count_all()
-        if self._bytes():
+        if self._bytes:
             self._write()
         return tuple(self._runs)
 
-    def _bytes(self) -> int:
-        pending = sum(array.nbytes for column in self._pending for array in column)
-        return pending + sum(array.nbytes for counted in self._counted for array in counted)
-
-    def _count_all(self) -> None:
-        for column in range(len(self._pending)):
-            self._count(column)
-
-    def _count(self, column: int) -> None:
-        if self._pending[column]:
-            keys = np.concatenate(self._pending[column])
-            self._pending[column].clear()
-            self._counted[column] = merge_two(self._counted[column], count(keys))
-
     def _write(self) -> None:
-        most = max((int(counts.max()) for _, counts in self._counted if len(counts)), default=0)
         path = self._path.with_name(f"{self._path.name}.{len(self._runs)}")
-        run = write_run(path, [[counted] for counted in self._counted], count_bytes=4 if most < 1 << 32 else 8)
-        self._runs.append(run)
-        self._counted = [self._nothing] * len(self._counted)
+        counted = ([count(np.concatenate(keys))] for keys in self._keys)
+        self._runs.append(write_run(path, counted, count_bytes=4))  # as there are fewer keys than 2^32
+        self._keys, self._bytes = [keys[:1] for keys in self._keys], 0
 
 
 def count(keys: np.ndarray) -> Counted:
     """Sort an array of keys in place, and return the distinct ones and their counts."""
     keys.sort()
-    counts = np.empty(len(keys), _COUNT)
-    distinct = native.count_sorted[keys.dtype](Array(keys, keys.dtype), Array(counts, _COUNT))
-    return keys[:distinct].copy(), counts[:distinct].copy()
+    starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
+    return keys[starts], np.diff(starts, append=len(keys)).astype(_COUNT)
 
 
 def merge_two(left: Counted, right: Counted) -> Counted:

@@ -185,7 +185,7 @@ def detect_criteo_schema(text: bytes) -> LogSchema:
         columns = counts.most_common(1)[0][0]
         raise ValueError(
             f"{columns} columns; Criteo logs have 40 (label, I1..I13, C1..C26), or 39 without label, separated by tabs; "
-            "describe other logs with --schema"
+            "describe other logs with `schema`"
         )
     return criteo_schema(labeled=labeled >= unlabeled)
 
@@ -197,12 +197,12 @@ def read_schema(path: Path) -> LogSchema:
         ValueError: the file is missing or not TOML, or has a key or value other than the module's example shows.
     """
     if not path.is_file():
-        raise ValueError(f"--schema {path} does not exist; check its name")
+        raise ValueError(f"`schema` {path} does not exist; check its name")
     try:
         content = tomllib.loads(path.read_text())
         return _schema(content)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"--schema {path}: {error}") from error
+        raise ValueError(f"`schema` {path}: {error}") from error
 
 
 def _schema(content: Mapping[str, Any]) -> LogSchema:

@@ -21,11 +21,6 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified"
 _STREAM_BLOCK = 8 << 20
 _ENDS = 4096  # bytes at either end of a file that identify it
 _HTTP = re.compile(r"(\w+::)*https?://")
-# Query parameters of signed URLs at Amazon, Google, CloudFront and Azure.
-_SIGNATURE = re.compile(
-    r"(?<=[?&])(X-Amz-[^=&]*|X-Goog-[^=&]*|AWSAccessKeyId|GoogleAccessId|Key-Pair-Id|Policy|Signature|Expires|sig|s[eprtv]|spr|sk[a-z]+)"
-    r"=[^&]*&?"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +46,6 @@ def source(text: str) -> Source:
     return text if is_url(text) else Path(text)
 
 
-def sibling(log: Source, name: str) -> Source:
-    """Return the file with this name in a log's folder."""
-    return log.with_name(name) if isinstance(log, Path) else f"{log.rpartition('/')[0]}/{name}"
-
-
 def name_of(log: Source) -> str:
     """Return a log's name without its folder or the query of its URL, which may contain a signature."""
     if isinstance(log, Path):
@@ -75,9 +65,9 @@ def refuse_twice(logs: tuple[Source, ...]) -> None:
             status = log.stat() if log.exists() else None
             key: object = (status.st_dev, status.st_ino) if status else log
         else:
-            key = _SIGNATURE.sub("", log)
+            key = log
         if key in seen:
-            raise ValueError(f"--input {log} and {seen[key]} are the same file; give each log once")
+            raise ValueError(f"`input` {log} and {seen[key]} are the same file; give each log once")
         seen[key] = log
 
 
@@ -91,7 +81,7 @@ def identify_log(log: Source) -> LogIdentity:
         if isinstance(log, Path):
             status = log.stat()
             if not (log.is_file() or log.is_dir()):
-                raise ValueError(f"--input {log} is a pipe or a device, and logs are read twice; write it to a file")
+                raise ValueError(f"`input` {log} is a pipe or a device, and logs are read twice; write it to a file")
             folder, size = log.is_dir(), status.st_size
             version = str(status.st_mtime_ns) if folder else f"{status.st_mtime_ns} {_checksum(log, size):08x}"
         else:
@@ -102,13 +92,13 @@ def identify_log(log: Source) -> LogIdentity:
             folder, size = info["type"] == "directory", info["size"]
             version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
     except FileNotFoundError as error:
-        raise ValueError(f"--input {log} does not exist; check its name") from error
+        raise ValueError(f"`input` {log} does not exist; check its name") from error
     except OSError as error:
         raise unreadable(log, error) from error
     if folder:
-        raise ValueError(f"--input {log} is a folder; name the files in it, such as {log}/day_*.gz")
+        raise ValueError(f"`input` {log} is a folder; name the files in it, such as {log}/day_*.gz")
     if size is None:
-        raise ValueError(f"--input {log}: its server reports no size, which is needed to cut a log into parts; download it first")
+        raise ValueError(f"`input` {log}: its server reports no size, which is needed to cut a log into parts; download it first")
     if not size:
         raise empty(log)
     return LogIdentity(name=name_of(log), bytes=size, version=version)
@@ -186,7 +176,7 @@ def expand(texts: Iterable[str]) -> tuple[Source, ...]:
             except OSError as error:
                 raise unreadable(log, error) from error
         if not matches:
-            raise ValueError(f"--input {log} matches no file; check its name")
+            raise ValueError(f"`input` {log} matches no file; check its name")
         logs += sorted(matches)
     return tuple(logs)
 
@@ -205,12 +195,12 @@ def by_number(logs: tuple[Source, ...]) -> tuple[Source, ...]:
 def unreadable(log: Source, error: OSError) -> ValueError:
     """Return the error for a log that can't be read."""
     reason = error.strerror or (str(error).splitlines() or ["unknown error"])[0]  # Arrow's messages have several lines
-    return ValueError(f"cannot read --input {log}: {reason}; check the file and its permissions")
+    return ValueError(f"cannot read `input` {log}: {reason}; check the file and its permissions")
 
 
 def empty(log: Source) -> ValueError:
     """Return the error for an empty log."""
-    return ValueError(f"--input {log} is empty; leave it out or fetch it again")
+    return ValueError(f"`input` {log} is empty; leave it out or fetch it again")
 
 
 def file_system(url: str, *, option: str = "input") -> tuple[Any, str]:
@@ -222,7 +212,7 @@ def file_system(url: str, *, option: str = "input") -> tuple[Any, str]:
     try:
         files, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        raise ValueError(f"--{option} {url}: {error}; run pip install s3fs for s3://, gcsfs for gs://") from error
+        raise ValueError(f"`{option}` {url}: {error}; run pip install s3fs for s3://, gcsfs for gs://") from error
     except ValueError as error:
-        raise ValueError(f"--{option} {url}: {error}") from error
+        raise ValueError(f"`{option}` {url}: {error}") from error
     return files, path

@@ -28,7 +28,7 @@ class Splitting:
     random: each row is drawn independently by a hash of the seed, its log and its position in the log's text. So fractions hold on
         average, and workers and part sizes don't matter. The default fractions are 8 : 1 : 1, as in BARS.
     time: rows from the time `test_from` on are the test split, those from `val_from` on before it are for validation. By default,
-        the times are chosen to match the fractions (`data_pipeline.time_pass`). Rows of equal times are in one split.
+        the times are chosen to match the fractions (`data_pipeline.count_pass.find_times`). Rows of equal times are in one split.
     user: each user is drawn with all rows, by a hash of the seed and the user.
     """
 
@@ -56,7 +56,7 @@ class Splitting:
             ValueError: rows are split by a column that is missing.
         """
         if self.split in ("time", "user") and not schema.of_kind(cast(Kind, self.split)):
-            raise ValueError(f"--split {self.split} needs a column of kind {self.split}; name one in --schema")
+            raise ValueError(f"`split` {self.split} needs a column of kind {self.split}; name one in `schema`")
         others = {"time", "user"} - {self.split}
         return replace(schema, columns=tuple(replace(c, kind="ignore") if c.kind in others else c for c in schema.columns))
 

@@ -1,7 +1,6 @@
 """Data sets at URLs of object stores: uploaded as a whole, and read in ranges.
 
-Object stores can't rename, so the manifest is uploaded last and removed first: without it, files are not a data set. fsspec has no
-locks either: an object `.lock` that names the process keeps out later runs on other machines, but not simultaneous runs.
+Object stores can't rename, so the manifest is uploaded last and removed first: without it, files are not a data set.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,6 @@ import pyarrow as pa
 
 from data_pipeline.sources import Source, errors_of, file_system, is_url, open_log
 
-_LOCK = ".lock"
 _THREADS = 4
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "memory"}
 
@@ -92,35 +89,20 @@ class Destination:
         name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
         return Path(tempfile.gettempdir()) / f"comera-rec-{os.getuid()}" / name
 
-    @contextmanager
-    def locked(self, *, overwrite: bool) -> Iterator[None]:
-        """Lock the URL against runs on other machines; the staging folder's lock keeps out those on this one.
+    def check(self, *, overwrite: bool) -> None:
+        """Refuse a URL that must not be written.
 
         Raises:
-            ValueError: the URL has a data set and `overwrite` is false, has other files, or is locked by another machine.
+            ValueError: it has a data set and `overwrite` is false, or has other files.
             OSError: the store refuses a request.
         """
         with errors_of(self.url):
             present = self._present()
-            if _LOCK in present:
-                holder = self._files.cat_file(self._path(_LOCK)).decode(errors="replace")
-                if not holder.startswith(platform.node() + " "):
-                    raise ValueError(
-                        f"--output {self.url} is being written by another process ({holder}); "
-                        f"wait for it or choose another folder, or remove {self.url}/{_LOCK} if that process is gone"
-                    )
             if self._patterns[0] in present and not overwrite:
-                raise ValueError(f"--output {self.url} already holds a finished result; add --overwrite to replace it")
+                raise ValueError(f"`output` {self.url} already holds a finished result; add `overwrite` to replace it")
             for name in sorted(present):
-                if name != _LOCK and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
-                    raise ValueError(f"--output {self.url} also holds {name}, which is not part of it; move that file first")
-            self._make_parents([_LOCK])
-            self._files.pipe_file(self._path(_LOCK), f"{platform.node()} process {os.getpid()}".encode())
-        try:
-            yield
-        finally:
-            with errors_of(self.url):
-                self._files.rm_file(self._path(_LOCK))
+                if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
+                    raise ValueError(f"`output` {self.url} also holds {name}, which is not part of it; move that file first")
 
     def put(self, folder: Path, tell: Callable[[str], None]) -> None:
         """Upload a finished data set, the manifest last, replacing an earlier one.
@@ -131,14 +113,12 @@ class Destination:
         first, names = self._patterns[0], sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
         tell(f"uploading {len(names)} files to {self.url}")
         with errors_of(self.url):
-            stale = self._present() - {_LOCK}
-            if first in stale:
-                self._files.rm_file(self._path(first))
+            stale = self._present()
+            for name in sorted(stale - {*names} | stale & {first}):
+                self._files.rm_file(self._path(name))
             self._make_parents(names)
             with ThreadPoolExecutor(_THREADS) as pool:
                 list(pool.map(lambda name: self._put(folder, name), [name for name in names if name != first]))
-            for name in stale - {first, *names}:
-                self._files.rm_file(self._path(name))
             self._put(folder, first)
 
     def _put(self, folder: Path, name: str) -> None:

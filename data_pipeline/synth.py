@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv
 from tqdm import tqdm
 
-from data_pipeline.atomic import finished_file
+from data_pipeline.atomic import finished
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 from data_pipeline.planted import DECAY, PlantedModel, PlantedRows
 
@@ -52,13 +52,13 @@ class SynthOptions:
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("seed", 0), ("chunk_rows", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {least}")
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least {least}")
         if not 0 < self.scale <= 100:
-            raise ValueError(f"--scale is {self.scale}; it must be above 0 and at most 100")
+            raise ValueError(f"`scale` is {self.scale}; it must be above 0 and at most 100")
         if not 0 <= self.decay <= 10:
-            raise ValueError(f"--decay is {self.decay}; it must be between 0 and 10")
+            raise ValueError(f"`decay` is {self.decay}; it must be between 0 and 10")
         if not 0 <= self.groups <= 1:
-            raise ValueError(f"--groups is {self.groups}; it must be between 0 and 1")
+            raise ValueError(f"`groups` is {self.groups}; it must be between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def synth(options: SynthOptions) -> Truth:
     whole, last_tenth = _Scorer(), _Scorer()
     test_start = options.rows - options.rows // 10
     with (
-        finished_file(options.output, overwrite=options.overwrite) as work,
+        finished(options.output, overwrite=options.overwrite) as work,
         _create(work, compress=options.output.suffix == ".gz") as file,
         tqdm(total=options.rows, desc="drawing", unit="row", unit_scale=True, disable=None) as bar,
     ):
@@ -154,7 +154,7 @@ def synth(options: SynthOptions) -> Truth:
     score = whole.score()
     assert score is not None  # there is at least one row
     truth = Truth(**chosen, whole=score, last_tenth=last_tenth.score())
-    with finished_file(truth_path(options.output), overwrite=True) as work:
+    with finished(truth_path(options.output), overwrite=True) as work:
         work.write_text(json.dumps(truth.to_dict(), indent=2) + "\n")
     return truth
 

@@ -1,32 +1,36 @@
 """Parsing of formats beyond `data_pipeline.parse`, with Arrow: quoted CSV, named columns in any order, JSON lines, Parquet.
 
-Each line is a row. A value that doesn't end on its line, such as a quoted text with a line break, is malformed.
+Each line is a row. A value that doesn't end on its line, such as a quoted text with a line break, is malformed. Arrow refuses a
+block as a whole, so a refused block is halved, down to the lines that are malformed.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
+import pyarrow.json as pa_json
 
 from data_pipeline.cells import is_list, to_parsed
-from data_pipeline.json_lines import is_utf8, read_cells
 from data_pipeline.parse import BLOCK_BYTES, REASONS_KEPT, Parsed, measure
-from data_pipeline.schema import LogSchema
+from data_pipeline.schema import Column, LogSchema
+
+Layout: TypeAlias = "tuple[str, ...] | pa.Schema"
+"""Column names in the order of a line, or the types of JSON's columns by name."""
 
 _ARRAYS_PER_TEXT = 8  # bytes of a block's arrays per byte of text: Arrow and the search for quotes hold several arrays
 _COPIES = 4  # of a cell's bytes, between Parquet's array and the hashes
 _NUMBER_BYTES = 8 + 1  # of a number or key and its missing flag
 _KEY_BYTES = 8  # of a list's element
 BOM = b"\xef\xbb\xbf"
-_BROKEN_QUOTE = "a quoted value doesn't end on its line"
-_RETURN = "a carriage return within the line"
 
 
 def read_names(line: bytes, schema: LogSchema) -> tuple[str, ...]:
@@ -37,15 +41,40 @@ def read_names(line: bytes, schema: LogSchema) -> tuple[str, ...]:
     return tuple(next(csv.reader([text], delimiter=schema.separator), []))
 
 
-def text_blocks(text: memoryview, schema: LogSchema, names: Sequence[str], *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
+def json_types(text: bytes, schema: LogSchema) -> pa.Schema:
+    """Detect the types of JSON's columns in a log's first lines; later lines must have the same."""
+    seen: dict[str, list[Any]] = {column.source: [] for column in schema.columns if column.kind != "ignore"}
+    for line in text.removeprefix(BOM).splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # reported when the line is parsed
+            continue
+        for name, values in seen.items():
+            if isinstance(row, dict) and row.get(name) is not None:
+                values.append(row[name])
+    kinds = {column.source: column for column in reversed(schema.columns)}
+    return pa.schema([(name, _json_type(values, kinds[name])) for name, values in seen.items()])
+
+
+def _json_type(values: list[Any], column: Column) -> pa.DataType:
+    if column.kind == "list" and (not values or isinstance(values[0], list)):
+        elements = [element for value in values if isinstance(value, list) for element in value if element is not None]
+        return pa.list_(_json_type(elements, replace(column, kind="category")))
+    types = {type(value) for value in values[:1]} | {type(value) for value in values if isinstance(value, float)}
+    if types == {bool}:
+        return pa.bool_()
+    if not types <= {int, float} or (not types and column.kind in ("hex", "category", "list", "time", "user")):
+        return pa.binary()
+    if column.kind in ("hex", "category", "list", "user") and types == {int}:
+        return pa.uint64() if any(type(value) is int and value >= 1 << 63 for value in values) else pa.int64()
+    return pa.float64()
+
+
+def text_blocks(text: memoryview, schema: LogSchema, layout: Layout, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
     """Parse whole lines in blocks, each of as many lines as arrays of `block_bytes` hold, but at least one.
 
     `starts` and the lines of `reasons` count from the text's beginning.
-
-    Args:
-        names: of the columns in the order of a line; JSON ignores them.
     """
-    is_json = schema.format == "jsonl"
     begin = lines = 0
     while begin < len(text):
         window = bytes(text[begin : begin + block_bytes // _ARRAYS_PER_TEXT])
@@ -53,9 +82,8 @@ def text_blocks(text: memoryview, schema: LogSchema, names: Sequence[str], *, bl
         if not end:  # one long line
             window = bytes(text[begin:])
             end = window.find(b"\n") + 1
-        arrays = measure(np.frombuffer(window, np.uint8)[:end], schema, block_bytes, element_ends="," if is_json else "")
-        block = window[: arrays.bytes]
-        parsed = parse_json_lines(block, schema) if is_json else parse_delimited(block, schema, names)
+        block = window[: measure(np.frombuffer(window, np.uint8)[:end], schema, block_bytes).bytes]
+        parsed = parse_text(block, schema, layout)
         yield _shifted(parsed, begin, lines)
         begin, lines = begin + len(block), lines + parsed.lines
 
@@ -89,106 +117,164 @@ def _split_table(table: pa.Table, lists: int, block_bytes: int) -> Iterator[pa.T
     yield from _split_table(table[middle:], lists, block_bytes)
 
 
-def parse_delimited(text: bytes, schema: LogSchema, names: Sequence[str]) -> Parsed:
-    """Parse whole lines of separated values, quoted if the format is "csv", with columns in the order of `names`."""
-    starts, ends, reasons = _lines(text)
-    for line, reason in _misshapen(text, starts, ends, schema, len(names)):
-        reasons.setdefault(line, reason)
-    kept_lines = np.setdiff1d(np.arange(len(starts)), np.fromiter(reasons, np.int64, len(reasons)))
-    kept = text if not reasons else b"".join(text[starts[line] : ends[line]] for line in kept_lines.tolist())
-    used_columns = [column for column in schema.columns if column.kind != "ignore"]
-    numbers = [str(number) for number in range(len(names))]  # ignored columns may share a name
-    number_of = dict(zip(names, numbers, strict=True))
-    uneven: dict[int, str] = {}
-
-    def skip(row: pa_csv.InvalidRow) -> str:
-        uneven[row.number - 1] = f"{row.actual_columns} columns where {row.expected_columns} are expected"
-        return "skip"
-
-    columns: dict[str, Any] = {column.name: pa.array([], pa.binary()) for column in used_columns}
-    if kept:
-        table = pa_csv.read_csv(
-            io.BytesIO(kept),
-            pa_csv.ReadOptions(column_names=numbers, use_threads=False, block_size=len(kept) + 1),
-            pa_csv.ParseOptions(
-                delimiter=schema.separator,
-                quote_char='"' if schema.format == "csv" else False,
-                newlines_in_values=False,
-                ignore_empty_lines=False,
-                invalid_row_handler=skip,
-            ),
-            pa_csv.ConvertOptions(
-                column_types={number_of[column.source]: pa.binary() for column in used_columns},
-                include_columns=sorted({number_of[column.source] for column in used_columns}),
-                strings_can_be_null=False,
-                null_values=[],
-            ),
-        )
-        columns = {column.name: table.column(number_of[column.source]).combine_chunks() for column in used_columns}
-    reasons |= {int(kept_lines[row]): reason for row, reason in uneven.items()}
-    kept_lines = np.delete(kept_lines, np.fromiter(uneven, np.int64, len(uneven)))
-    return _to_rows(columns, schema, starts, kept_lines, reasons)
-
-
-def parse_json_lines(text: bytes, schema: LogSchema) -> Parsed:
-    """Parse lines that are each a JSON object; absent names are missing values, and unknown names are ignored."""
-    starts, ends, reasons = _lines(text)
-    columns, kept_lines, malformed = read_cells(text, starts, ends, schema, leave_out=reasons.keys())
-    return _to_rows(columns, schema, starts, kept_lines, reasons | malformed)
-
-
 def parse_table(table: pa.Table, schema: LogSchema) -> Parsed:
     """Parse rows of Parquet; lines are row numbers."""
+    return _to_parsed(table, schema)[0]
+
+
+def _to_parsed(table: pa.Table, schema: LogSchema) -> tuple[Parsed, np.ndarray]:
     columns = {}
     for column in schema.columns:
         if column.kind != "ignore":
             array = table.column(column.source).combine_chunks()
             columns[column.name] = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-    return to_parsed(columns, schema, rows=len(table))[0]
+    return to_parsed(columns, schema, rows=len(table))
 
 
-def _to_rows(columns: dict[str, Any], schema: LogSchema, starts: np.ndarray, lines: np.ndarray, reasons: dict[int, str]) -> Parsed:
-    """Convert the cells of the given lines; `reasons` say why other lines are malformed, by line number."""
-    parsed, good = to_parsed(columns, schema, rows=len(lines))
-    reasons = reasons | {int(lines[row]): reason for row, reason in parsed.reasons}
+def parse_text(text: bytes, schema: LogSchema, layout: Layout) -> Parsed:
+    """Parse whole lines of JSON, or of separated values, quoted if the format is "csv"."""
+    data = np.frombuffer(text, np.uint8)
+    newlines = np.flatnonzero(data == ord("\n"))
+    starts = np.append(0, newlines + 1)[:-1]
+    stops = newlines - ((newlines > starts) & (data[newlines - 1] == ord("\r")))
+    if isinstance(layout, pa.Schema):
+        read, tables = _json_reader(layout), [layout.empty_table()]
+        reasons = _misshapen_json(text, data, starts, stops)
+    else:
+        sources = sorted({column.source for column in schema.columns if column.kind != "ignore"})
+        read, tables = _csv_reader(schema, layout, sources), [pa.schema([(name, pa.binary()) for name in sources]).empty_table()]
+        reasons = _misshapen_csv(text, data, starts, newlines, schema)
+    reasons |= dict.fromkeys(np.flatnonzero(starts == stops).tolist(), "blank line")
+    lines, kept = [np.empty(0, np.int64)], np.setdiff1d(np.arange(len(starts)), np.array([*reasons], np.int64))
+    try:
+        tables.append(_read_rows(text if not reasons else _join(text, starts, newlines, kept), read, len(kept)))
+        lines.append(kept)
+    except _Refused:
+        if not isinstance(layout, pa.Schema):  # first those that are easily found, in case they are many
+            reasons |= _uneven(data, starts, newlines, kept, schema, len(layout))
+            kept = np.setdiff1d(kept, np.array([*reasons], np.int64))
+        for read_lines, result in _halved(lambda some: _join(text, starts, newlines, some), read, kept):
+            if isinstance(result, str):
+                reasons[int(read_lines[0])] = result
+            else:
+                lines.append(read_lines)
+                tables.append(result)
+    parsed, good = _to_parsed(pa.concat_tables(tables), schema)
+    line_of_row = np.concatenate(lines)
+    reasons |= {int(line_of_row[row]): reason for row, reason in parsed.reasons}
     return replace(
         parsed,
-        starts=starts[lines[good]],
+        starts=starts[line_of_row[good]],
         lines=len(starts),
         rejected=len(starts) - parsed.rows,
         reasons=tuple(sorted(reasons.items()))[:REASONS_KEPT],
     )
 
 
-def _lines(text: bytes) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
-    """Return where lines begin and end, and the reasons to reject blank lines, by line number."""
-    newlines = _positions(text, "\n")
-    starts = np.append(0, newlines + 1)[:-1]
-    short = np.flatnonzero(newlines - starts <= 1)
-    return starts, newlines + 1, {int(line): "blank line" for line in short if text[starts[line] : newlines[line]] in (b"", b"\r")}
+class _Refused(ValueError):
+    """Lines are not one row each; the message says why."""
 
 
-def _misshapen(text: bytes, starts: np.ndarray, ends: np.ndarray, schema: LogSchema, columns: int) -> Iterator[tuple[int, str]]:
-    """Yield reasons for lines that Arrow would split, or that have the wrong number of columns."""
+def _join(text: bytes, starts: np.ndarray, newlines: np.ndarray, lines: np.ndarray) -> bytes:
+    return b"".join(
+        text[start : newline + 1] for start, newline in zip(starts[lines].tolist(), newlines[lines].tolist(), strict=True)
+    )
+
+
+def _read_rows(text: bytes, read: Callable[[bytes], pa.Table], lines: int) -> pa.Table:
+    """Read lines with Arrow.
+
+    Raises:
+        _Refused: Arrow refuses them, or they are not one row each.
+    """
+    try:
+        table = read(text) if lines else None
+    except pa.ArrowException as error:
+        raise _Refused(_reason(error)) from error
+    if table is None or len(table) != lines:
+        raise _Refused("a value doesn't end on its line, or others follow it")
+    return table
+
+
+def _halved(
+    text_of: Callable[[np.ndarray], bytes], read: Callable[[bytes], pa.Table], lines: np.ndarray
+) -> Iterator[tuple[np.ndarray, pa.Table | str]]:
+    """Yield lines with their rows, or a single malformed line with the reason."""
+    for half in np.array_split(lines, 2):
+        try:
+            yield half, _read_rows(text_of(half), read, len(half))
+        except _Refused as error:
+            if len(half) == 1:
+                yield half, str(error)
+            elif len(half):
+                yield from _halved(text_of, read, half)
+
+
+def _reason(error: pa.ArrowException) -> str:
+    text = str(error).encode("unicode_escape").decode()
+    if match := re.search(r"Expected (\d+) columns, got (\d+)", text):
+        return f"{match[2]} columns where {match[1]} are expected"
+    if match := re.search(r"Column\(/(.+?)(?:/\[\])?\) changed from (\w+) to (\w+)", text):
+        return f"{match[1]} holds the type {match[3]} where the log's first lines hold {match[2]}"
+    if match := re.search(r"Failed to convert JSON to (\w+), couldn't parse:(.*)", text):
+        return f"{match[2][:40]} is not of the type {match[1]} of its column in the log's first lines"
+    return f"it is not JSON ({re.sub(r'JSON parse error: |[.]? in row [0-9]+', '', text)[:200]})"
+
+
+def _json_reader(types: pa.Schema) -> Callable[[bytes], pa.Table]:
+    options = pa_json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore")
+    return lambda text: pa_json.read_json(
+        io.BytesIO(text), pa_json.ReadOptions(use_threads=False, block_size=len(text) + 1), options
+    )
+
+
+def _csv_reader(schema: LogSchema, names: Sequence[str], sources: Sequence[str]) -> Callable[[bytes], pa.Table]:
+    """Return a reader of the columns named `sources`, as bytes."""
+    numbers = [str(number) for number in range(len(names))]  # ignored columns may share a name
+    number_of = dict(zip(names, numbers, strict=True))
+    used = [number_of[source] for source in sources]
+    quote = '"' if schema.format == "csv" else False
+    parse = pa_csv.ParseOptions(delimiter=schema.separator, quote_char=quote, ignore_empty_lines=False)
+    convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(used, pa.binary()), include_columns=used, null_values=[])
+
+    def read(text: bytes) -> pa.Table:
+        options = pa_csv.ReadOptions(column_names=numbers, use_threads=False, block_size=len(text) + 1)
+        return pa_csv.read_csv(io.BytesIO(text), options, parse, convert).rename_columns(list(sources))
+
+    return read
+
+
+def _misshapen_json(text: bytes, data: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> dict[int, str]:
+    """Return reasons for lines that Arrow would join with others, or skip."""
+    suspects = np.flatnonzero((data[starts] != ord("{")) | (data[stops - 1] != ord("}"))).tolist()
+    stripped = {line: text[starts[line] : stops[line]].strip() for line in suspects}
+    return {line: "it is not a JSON object" for line, row in stripped.items() if not (row.startswith(b"{") and row.endswith(b"}"))}
+
+
+def _misshapen_csv(text: bytes, data: np.ndarray, starts: np.ndarray, newlines: np.ndarray, schema: LogSchema) -> dict[int, str]:
+    """Return reasons for lines that Arrow would divide, or join with others."""
+    reasons = {}
+    if schema.format == "csv":
+        quotes = np.flatnonzero(data == ord('"'))
+        odd = (np.searchsorted(quotes, newlines) - np.searchsorted(quotes, starts)) % 2
+        reasons = dict.fromkeys(np.flatnonzero(odd).tolist(), "a quoted value doesn't end on its line")
     if text.count(b"\r") != text.count(b"\r\n"):
-        returns = _positions(text, "\r")
-        lone = returns[np.frombuffer(text, np.uint8)[returns + 1] != ord("\n")]
-        yield from ((line, _RETURN) for line in np.unique(np.searchsorted(starts, lone, side="right") - 1).tolist())
-    quotes = _positions(text, '"') if schema.format == "csv" else np.empty(0, np.int64)
-    quotes_per_line = np.searchsorted(quotes, ends) - np.searchsorted(quotes, starts)
-    yield from ((line, _BROKEN_QUOTE) for line in np.flatnonzero(quotes_per_line % 2).tolist())
-    separators = _positions(text, schema.separator)
-    if len(quotes):
-        closed = quotes[np.repeat(quotes_per_line % 2 == 0, quotes_per_line)]
-        separators = separators[np.searchsorted(closed, separators) % 2 == 0]
-    counts = 1 + np.searchsorted(separators, ends) - np.searchsorted(separators, starts)
-    for line in np.flatnonzero(counts != columns).tolist():
-        yield line, f"{counts[line]} columns where {columns} are expected"
-    # Odd quoting can still change the number of columns, which Arrow reports only for lines in UTF-8.
-    for line in np.flatnonzero(quotes_per_line).tolist() if not is_utf8(text) else ():
-        if not is_utf8(text[starts[line] : ends[line]]):
-            yield line, "quoted text is not UTF-8"
+        returns = np.flatnonzero(data == ord("\r"))
+        lone = returns[data[returns + 1] != ord("\n")]
+        lines = np.searchsorted(newlines, lone).tolist()
+        reasons |= dict.fromkeys(lines, "a carriage return within the line")
+    return reasons
 
 
-def _positions(text: bytes, character: str) -> np.ndarray:
-    return np.flatnonzero(np.frombuffer(text, np.uint8) == ord(character))
+def _uneven(
+    data: np.ndarray, starts: np.ndarray, newlines: np.ndarray, lines: np.ndarray, schema: LogSchema, columns: int
+) -> dict[int, str]:
+    """Return reasons for lines without quotes that have a wrong number of columns."""
+
+    def count(character: str) -> np.ndarray:
+        positions = np.flatnonzero(data == ord(character))
+        return np.searchsorted(positions, newlines[lines]) - np.searchsorted(positions, starts[lines])
+
+    counts, quotes = 1 + count(schema.separator), count('"') if schema.format == "csv" else np.zeros(len(lines))
+    bad = np.flatnonzero((counts != columns) & (quotes == 0)).tolist()
+    return {int(lines[number]): f"{counts[number]} columns where {columns} are expected" for number in bad}

@@ -1,4 +1,4 @@
-"""Triplets of .npy files from torchrec's scripts as logs: X_sparse.npy, with X_dense.npy and X_labels.npy beside it.
+"""Triplets of .npy files from torchrec's scripts as logs: X_sparse.npy, with X_dense.npy and X_labels.npy beside it; local files.
 
     day_0_sparse.npy, or day_0_sparse_contig_freq.npy    integers [n, C], hex digits as numbers or contiguous ids; 0 = missing
     day_0_dense.npy                                      float32 [n, I], already transformed, stored unchanged
@@ -10,76 +10,53 @@ A part is a range of rows instead of bytes. Letters: n rows, I integer columns, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from data_pipeline.arrow import to_arrow
 from data_pipeline.columns import LABEL
-from data_pipeline.parse import BLOCK_BYTES, REASONS_KEPT, Parsed
 from data_pipeline.schema import Column, LogSchema
-from data_pipeline.sources import LogIdentity, Source, identify_log, name_of, open_log, sibling
+from data_pipeline.sources import LogIdentity, Source, identify_log
 
 MAGIC = b"\x93NUMPY"
 _SPARSE = re.compile(r"_sparse[^/]*\.npy$")
 _KINDS = {"sparse": "iu", "dense": "f", "labels": "iu"}
 
 
-class Rows(NamedTuple):
-    """Rows of a triplet, as stored in its files."""
-
-    labels: np.ndarray
-    dense: np.ndarray
-    sparse: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
-class _File:
-    log: Source
-    rows: int
-    columns: int
-    dtype: np.dtype
-    offset: int
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        row_bytes = self.columns * self.dtype.itemsize
-        with open_log(self.log) as file:
-            file.seek(self.offset + start * row_bytes)
-            data = file.read((stop - start) * row_bytes)
-        if len(data) != (stop - start) * row_bytes:
-            raise ValueError(f"{self.log} ends before row {stop} of the {self.rows} in its header; write it again")
-        return np.frombuffer(data, self.dtype).reshape(stop - start, self.columns)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Triplet:
-    """The three files of one log."""
+    """The three files of one log, mapped into memory."""
 
-    sparse: _File
-    dense: _File
-    labels: _File
-
-    @property
-    def rows(self) -> int:
-        return self.sparse.rows
+    sparse: np.ndarray
+    dense: np.ndarray
+    labels: np.ndarray
 
     def rows_per_part(self, part_bytes: int) -> int:
         """Return how many rows fill a part."""
-        files = (self.sparse, self.dense, self.labels)
-        return max(1, part_bytes // sum(file.columns * file.dtype.itemsize for file in files))
+        row_bytes = sum(array.itemsize * array.shape[1] for array in (self.sparse, self.dense, self.labels))
+        return max(1, part_bytes // row_bytes)
 
     def count_parts(self, part_bytes: int) -> int:
-        return max(1, -(-self.rows // self.rows_per_part(part_bytes)))
+        return max(1, -(-len(self.sparse) // self.rows_per_part(part_bytes)))
 
     def schema(self) -> LogSchema:
         """Return the schema, with columns named like Criteo's."""
-        integers = [Column(name=f"I{i + 1}", kind="integer") for i in range(self.dense.columns)]
-        categories = [Column(name=f"C{i + 1}", kind="hex") for i in range(self.sparse.columns)]
+        integers = [Column(name=f"I{i + 1}", kind="integer") for i in range(self.dense.shape[1])]
+        categories = [Column(name=f"C{i + 1}", kind="hex") for i in range(self.sparse.shape[1])]
         return LogSchema(columns=(Column(name=LABEL, kind="label"), *integers, *categories), transformed=True)
 
-    def read(self, start: int, stop: int) -> Rows:
-        return Rows(*(file.read(start, stop) for file in (self.labels, self.dense, self.sparse)))
+    def read(self, start: int, stop: int) -> pa.Table:
+        """Read rows, with 0 as a missing category."""
+        sparse = self.sparse[start:stop]
+        # Scripts that store 32-bit numbers as int32 wrap around.
+        sparse = np.where((sparse < 0) & (sparse >= -(1 << 31)), sparse.astype(np.int64) + (1 << 32), sparse)
+        columns = [to_arrow(self.labels[start:stop, 0]), *map(to_arrow, self.dense[start:stop].T)]
+        columns += [pc.if_else(pc.equal(column, 0), None, column) for column in map(to_arrow, sparse.T)]
+        return pa.table(columns, names=[column.name for column in self.schema().columns])
 
 
 def identify_triplet(log: Source) -> LogIdentity:
@@ -90,82 +67,40 @@ def identify_triplet(log: Source) -> LogIdentity:
 
 
 def open_triplet(log: Source) -> Triplet:
-    """Read the headers of a log's files.
+    """Map a log's files.
 
     Raises:
         ValueError: a file is missing, has an unexpected type or shape, or differs from the others in its number of rows.
     """
-    files = {part: _open(file, _KINDS[part]) for part, file in _files(log).items()}
-    for part, file in files.items():
-        if file.rows != files["sparse"].rows or (part == "labels" and file.columns != 1):
+    files = _files(log)
+    arrays = {part: _open(file, _KINDS[part]) for part, file in files.items()}
+    for part, array in arrays.items():
+        if len(array) != len(arrays["sparse"]) or (part == "labels" and array.shape[1] != 1):
             raise ValueError(
-                f"{file.log} has shape [{file.rows}, {file.columns}], but {log} has {files['sparse'].rows} rows; "
+                f"{files[part]} has shape {list(array.shape)}, but {log} has {len(arrays['sparse'])} rows; "
                 "give files of one data set"
             )
-    return Triplet(**files)
+    return Triplet(**arrays)
 
 
-def _files(log: Source) -> dict[str, Source]:
-    name = name_of(log)
-    if not _SPARSE.search(name):
+def _files(log: Source) -> dict[str, Path]:
+    if not isinstance(log, Path) or not _SPARSE.search(log.name):
         raise ValueError(
-            f"--input {log}: give only the sparse .npy files, such as day_0_sparse.npy; the others are found beside them"
+            f"`input` {log}: give only the sparse .npy files, such as day_0_sparse.npy, on this machine; "
+            "the others are found beside them"
         )
-    return {"sparse": log} | {part: sibling(log, _SPARSE.sub(f"_{part}.npy", name)) for part in ("dense", "labels")}
+    return {"sparse": log} | {part: log.with_name(_SPARSE.sub(f"_{part}.npy", log.name)) for part in ("dense", "labels")}
 
 
-def _open(log: Source, kinds: str) -> _File:
+def _open(log: Path, kinds: str) -> np.ndarray:
     identify_log(log)  # raises ValueError if it is missing
-    with open_log(log, streamed=True) as file:
-        try:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = read(file)
-            offset = file.tell()
-        except ValueError as error:
-            raise ValueError(f"{log} is not a .npy file ({error}); write it again") from error
-    if not 1 <= len(shape) <= 2 or dtype.kind not in kinds or fortran:
-        order = "columns first" if fortran else "rows first"
-        raise ValueError(f"{log} holds {dtype} {list(shape)}, {order}; write integers, and float32 for dense, as torchrec does")
-    return _File(log=log, rows=shape[0], columns=shape[1] if len(shape) == 2 else 1, dtype=dtype, offset=offset)
-
-
-def parse_rows(rows: Rows) -> Iterator[Parsed]:
-    """Parse rows, block by block; labels other than 0 and 1, dense values that aren't finite and ids beyond 32 bits are malformed.
-
-    `starts` and the lines of `reasons` count from the first row.
-    """
-    step = max(1, BLOCK_BYTES // (9 + 5 * (rows.dense.shape[1] + rows.sparse.shape[1])))
-    for begin in range(0, len(rows.labels), step):
-        yield _parse_block(Rows(*(array[begin : begin + step] for array in rows)), begin)
-
-
-def _parse_block(rows: Rows, begin: int) -> Parsed:
-    labels, sparse = rows.labels[:, 0], rows.sparse
-    dense = np.ascontiguousarray(rows.dense.T, np.float32)
-    checks = {
-        "the label is not 0 or 1": (labels != 0) & (labels != 1),
-        "a dense value is not finite": ~np.isfinite(dense).all(axis=0),
-        "a sparse value is not a 32-bit integer": ((sparse < -(1 << 31)) | (sparse >= 1 << 32)).any(axis=1),
-    }
-    bad = np.any(list(checks.values()), axis=0)
-    reasons = [
-        (begin + int(row), next(reason for reason, is_bad in checks.items() if is_bad[row]))
-        for row in np.flatnonzero(bad)[:REASONS_KEPT]
-    ]
-    good = np.flatnonzero(~bad)
-    # Scripts that store 32-bit numbers as int32 wrap around; uint32 restores them.
-    keys = np.ascontiguousarray(sparse[good].T.astype(np.uint32))
-    return Parsed(
-        labels=labels[good].astype(np.int8)[np.newaxis],
-        integers=dense[:, good],
-        integer_missing=np.zeros((dense.shape[0], len(good)), np.bool_),
-        keys=keys,
-        key_missing=keys == 0,
-        list_keys=np.empty((0, 0), np.uint64),
-        list_ends=np.empty((0, len(good)), np.int64),
-        starts=begin + good,
-        lines=len(labels),
-        rejected=len(labels) - len(good),
-        reasons=tuple(reasons),
-    )
+    try:
+        array: np.ndarray = np.load(log, mmap_mode="r")
+    except ValueError as error:
+        raise ValueError(f"{log} is not a whole .npy file ({error}); write it again") from error
+    if not 1 <= array.ndim <= 2 or array.dtype.kind not in kinds or not array.flags.c_contiguous:
+        order = "rows first" if array.flags.c_contiguous else "columns first"
+        raise ValueError(
+            f"{log} holds {array.dtype} {list(array.shape)}, {order}; write integers, and float32 for dense, as torchrec does"
+        )
+    return array if array.ndim == 2 else array[:, np.newaxis]

@@ -1,7 +1,6 @@
 """Verification of a data set against its manifest: files, checksums, vocabularies, ids, labels, and that no row is in two splits.
 
-Each shard records which rows of the input it holds, so a shard that was copied over another one is detected. Different rows of the
-input may be equal: validation and test rows that equal a training row are counted, not rejected.
+Each shard records which rows of the input it holds, so a shard that was copied over another one is detected.
 """
 
 from __future__ import annotations
@@ -24,32 +23,25 @@ from data_pipeline.shards import recorded_rows
 from data_pipeline.similarity import band_of
 
 _THREADS = 4
-_HASHES_KEPT = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """How much was checked, and the share of distinct validation and test rows that equal a training row in all columns.
-
-    Rows with an id of 0 don't count where it stands for rare and unseen values more often than for missing ones. The share is
-    estimated from a sample if there are more than about four million rows.
-    """
+    """How much was checked."""
 
     rows: int
     files: int
     bytes: int
-    repeated: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """Contents of a shard: by column how many ids it has and how many are 0, sums of labels and weights, hashes of sampled rows."""
+    """Contents of a shard: by column how many ids it has and how many are 0, and sums of labels and weights."""
 
     ids: Counter[str]
     zeros: Counter[str]
     positives: Counter[str]
     weight: float
-    hashes: np.ndarray
 
 
 def verify(manifest: Manifest, folder: Path) -> Verified:
@@ -76,20 +68,7 @@ def verify(manifest: Manifest, folder: Path) -> Verified:
         train_ids = sum(contents.ids[column.name] - contents.zeros[column.name] for contents in by_split["train"])
         check_vocabulary(column, folder, train_ids=None if manifest.transformed else train_ids)
     files = list(files_of(manifest))
-    return Verified(
-        rows=manifest.rows.written,
-        files=len(files),
-        bytes=sum(file.bytes for file in files),
-        repeated=_repeated({name: [contents.hashes for contents in shards] for name, shards in by_split.items()}),
-    )
-
-
-def _repeated(hashes: dict[str, list[np.ndarray]]) -> float:
-    """Return the share of distinct validation and test rows that are also training rows, by the hashes of sampled rows."""
-    empty = np.empty(0, np.uint64)
-    train = np.concatenate([empty, *hashes["train"]])
-    others = np.unique(np.concatenate([empty, *(shard for name, shards in hashes.items() if name != "train" for shard in shards)]))
-    return float(np.isin(others, train).mean()) if len(others) else 0.0
+    return Verified(rows=manifest.rows.written, files=len(files), bytes=sum(file.bytes for file in files))
 
 
 def _check_disjoint(manifest: Manifest, folder: Path) -> None:
@@ -115,19 +94,16 @@ def _check_disjoint(manifest: Manifest, folder: Path) -> None:
 
 def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) -> _Contents:
     path = folder / shard.path
-    id_counts, zeros, positives, weight, hashes = Counter[str](), Counter[str](), Counter[str](), 0.0, []
+    id_counts, zeros, positives, weight = Counter[str](), Counter[str](), Counter[str](), 0.0
     if recorded_rows(path) != (split, shard.from_rows):
         raise _differs(folder, f"{shard.path} doesn't hold the rows that the manifest states, but those of another shard")
-    sampled = np.uint64((1 << max(0, (manifest.rows.written // _HASHES_KEPT).bit_length())) - 1)
     for first_row, group in read_row_groups(path):
         where = f"{path}, rows {first_row} to {first_row + len(group)}"
-        row_hashes, comparable = np.zeros(len(group), np.uint64), np.ones(len(group), np.bool_)
         for label in manifest.labels:
             values = group.column(label.name).to_numpy()
             positives[label.name] += int(values.sum())
             if not np.isin(values, (0, 1)).all():
                 raise ValueError(f"{where}: {label.name} holds values other than 0 and 1; {REMEDY}")
-            row_hashes = (row_hashes << np.uint64(1)) + values.astype(np.uint64)
         if manifest.weight:
             values = group.column(manifest.weight.name).to_numpy()
             weight += float(values.sum(dtype=np.float64))
@@ -135,42 +111,17 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
                 raise ValueError(
                     f"{where}: {manifest.weight.name} holds weights that are not finite numbers of at least 0; {REMEDY}"
                 )
-            row_hashes = _mix(row_hashes, values.view(np.uint32))
         for integer in manifest.integer_columns:
             values = group.column(integer.name).to_numpy()
             if not np.isfinite(values).all() or (integer.transform == "log" and (values < 0).any()):
                 raise ValueError(f"{where}: {integer.name} holds values that are not finite, or negative logarithms; {REMEDY}")
-            row_hashes = _mix(row_hashes, values.view(np.uint32))
         for column in manifest.categorical_columns:
-            ids, lengths = ids_of(group, column.name, is_list=column.is_list), None
-            if column.is_list:
-                lengths = np.diff(group.column(column.name).combine_chunks().offsets.to_numpy())
+            ids = ids_of(group, column.name, is_list=column.is_list)
             id_counts[column.name] += len(ids)
             zeros[column.name] += int(np.count_nonzero(ids == 0))
-            if column.is_list or sum(column.rows_at_zero.values()) > 2 * column.missing:
-                comparable[np.repeat(np.arange(len(group)), 1 if lengths is None else lengths)[ids == 0]] = False
             if len(ids) and not 0 <= ids.min() <= ids.max() < column.num_embeddings:
                 raise ValueError(f"{where}: {column.name} holds ids that are not in 0..{column.num_embeddings - 1}; {REMEDY}")
-            row_hashes = _mix(row_hashes, ids if lengths is None else _hash_lists(ids, lengths))
-        hashes.append(np.unique(row_hashes[comparable & (row_hashes & sampled == 0)]))
-    return _Contents(
-        ids=id_counts, zeros=zeros, positives=positives, weight=weight, hashes=np.concatenate([np.empty(0, np.uint64), *hashes])
-    )
-
-
-def _mix(hashes: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Mix further values into rows' hashes."""
-    mixed: np.ndarray = (hashes ^ values.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-    return mixed ^ (mixed >> np.uint64(29))
-
-
-def _hash_lists(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Hash each list, by its ids and their order."""
-    ends = np.cumsum(lengths)
-    positions = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
-    seeds = _mix(positions.astype(np.uint64), np.ones(1))  # XOR of small positions and ids would make [1, 4] equal to [3, 2]
-    total = np.append(np.uint64(0), np.cumsum(_mix(seeds, ids)))
-    return total[ends] - total[ends - lengths]
+    return _Contents(ids=id_counts, zeros=zeros, positives=positives, weight=weight)
 
 
 def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:

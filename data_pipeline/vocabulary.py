@@ -78,7 +78,7 @@ def ranked(
             counts_file.write(block_counts[block_counts >= min_count].data)
     kept = len(keys) if most is None else min(len(keys), most)
     if kept >= MOST_IDS:
-        raise ValueError(f"{name} has {kept} values with at least {min_count} rows; raise --min-count {name}={min_count + 1}")
+        raise ValueError(f"{name} has {kept} values with at least {min_count} rows; raise `min_count` {name}={min_count + 1}")
     _order_by_id(keys, counts, keys_by_id, counts_by_id, kept)
     yield Ranked(distinct=distinct, keys=keys_by_id, counts=counts_by_id)
     for file in files:

@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
 from data_pipeline.atomic import (
-    check_output_file,
-    check_output_folder,
+    check_output,
     hidden,
     locked,
     make_parent,
@@ -84,7 +83,7 @@ def work_folder(
     If the block raises after any part is done, the folder stays, so that the same command can resume.
 
     Args:
-        output, files, overwrite: as for `check_output_folder`.
+        output, files, overwrite: as for `check_output`.
         identity: everything that determines the results, as JSON values; the names appear in messages.
 
     Raises:
@@ -96,15 +95,15 @@ def work_folder(
     work = WorkFolder(hidden(output, "partial"))
     try:
         make_parent(output)
-        with locked(output, tell), destination.locked(overwrite=overwrite) if destination else nullcontext():
+        with locked(output, tell):
             try:
                 work.path.mkdir(exist_ok=True)
                 if (output / (files[0] if files else "")).exists() and not work.data.exists():
                     _empty(work.path)  # an earlier run was killed between putting its data in place and cleaning up
-                if files and not destination:
-                    check_output_folder(output, files=files, overwrite=overwrite)
-                elif not files:
-                    check_output_file(output, overwrite=overwrite)
+                if destination:
+                    destination.check(overwrite=overwrite)
+                else:
+                    check_output(output, files=files, overwrite=overwrite)
                 _open(work, identity, named_output, tell)
                 yield work
                 if destination:
@@ -119,7 +118,7 @@ def work_folder(
         remedy = "choose a writable place with enough space" if not destination else "check its name and your credentials"
         if work.path.exists():
             remedy = "finished parts are kept: free up space or fix permissions, and run the same command again"
-        raise OSError(f"cannot write --output {named_output if destination else output}: {reason_of(error)}; {remedy}") from error
+        raise OSError(f"cannot write `output` {named_output if destination else output}: {reason_of(error)}; {remedy}") from error
 
 
 def _open(work: WorkFolder, identity: dict[str, Any], output: Source, tell: Tell) -> None:
@@ -132,7 +131,7 @@ def _open(work: WorkFolder, identity: dict[str, Any], output: Source, tell: Tell
             tell(f"resuming an interrupted run: {counted} parts were counted, {written} written")
             work.remove_unfinished()
             return
-        tell(f"--output {output}: an interrupted run had different {' and '.join(changed)}; starting over")
+        tell(f"`output` {output}: an interrupted run had different {' and '.join(changed)}; starting over")
     _empty(work.path)
     for folder in FOLDERS:
         (work.path / folder).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Commands on logs and data sets, without torch: `synth`, `preprocess`, `transform`, `verify`, `describe`, `lookup`, `to-npy`."""
+"""Commands on logs and data sets, without torch: `synth`, `preprocess`, `transform`, `verify`, `inspect`, `to-npy`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from comera_rec.cli.errors import with_options
 from comera_rec.cli.types import BYTES, LOCATION, TIME
-from data_pipeline.describe import describe as describe_data_set
-from data_pipeline.describe import to_text, write_html
-from data_pipeline.lookup import find_id, find_text
+from data_pipeline.inspection import find_id, find_text, to_text
 from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, read_manifest
 from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions, format_bytes
@@ -162,7 +161,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
         **_min_counts(chosen.pop("min_counts")),
         **chosen,
     )
-    manifest = write_data_set(options, tell=lambda line: click.echo(line, err=True))
+    manifest = write_data_set(options, tell=lambda line: click.echo(with_options(line), err=True))
     click.echo(_summary(manifest, options.output, time.perf_counter() - start))
 
 
@@ -199,7 +198,7 @@ def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schem
     start = time.perf_counter()
     inputs = _inputs(first_inputs, more_inputs)
     options = TransformOptions(inputs=inputs, schema=read_schema(schema) if schema else None, **chosen)
-    manifest = transform_logs(options, tell=lambda line: click.echo(line, err=True))
+    manifest = transform_logs(options, tell=lambda line: click.echo(with_options(line), err=True))
     click.echo(_summary(manifest, options.output, time.perf_counter() - start))
     if strange := _columns_of_new_values(manifest, read_manifest(options.data)):
         click.echo(
@@ -234,47 +233,32 @@ def verify(data: Path) -> None:
     """
     verified = verify_data_set(read_manifest(data), data)
     click.echo(f"{data} matches its manifest: {verified.rows:,} rows, {verified.files:,} files, {format_bytes(verified.bytes)}")
-    click.echo(f"{verified.repeated:.2%} of distinct validation and test rows equal a training row")
 
 
 @click.command()
 @click.option("--data", type=_PATH, required=True, help="The data set's folder.")
-@click.option("--html", type=_PATH, metavar="FILE", help="Also write a page with histograms to this file.")
-def describe(data: Path, html: Path | None) -> None:
-    """Show rows and label rates of the splits, and each column's missing values, distinct values, coverage and skew.
-
-    \b
-    Example:
-      comera describe --data data/ --html data.html
-    """
-    description = describe_data_set(read_manifest(data), data)
-    click.echo(to_text(description))
-    if html:
-        write_html(description, html)
-        click.echo(f"\nwrote {html}")
-
-
-@click.command()
-@click.option("--data", type=_PATH, required=True, help="The data set's folder.")
-@click.option("--column", required=True, metavar="NAME", help="A categorical column.")
+@click.option("--column", metavar="NAME", help="A categorical column.")
 @click.option("--id", "number", type=int, metavar="N", help="Show this id's text; for columns of hex digits.")
 @click.option("--text", help="Show this text's id, which is 0 if it is rare or new.")
-def lookup(data: Path, column: str, number: int | None, text: str | None) -> None:
-    """Print an id, its text and its number of training rows as one JSON line.
+def inspect(data: Path, column: str | None, number: int | None, text: str | None) -> None:
+    """Show each column's missing and distinct values, coverage and skew; or an id, its text and count as one JSON line.
 
     \b
     Example:
-      comera lookup --data data/ --column C3 --id 7
-      comera lookup --data data/ --column C3 --text 2dbcbc4c
+      comera inspect --data data/
+      comera inspect --data data/ --column C3 --id 7
+      comera inspect --data data/ --column C3 --text 2dbcbc4c
     """
     manifest = read_manifest(data)
-    if number is not None and text is None:
-        entry = find_id(manifest, data, column, number)
-    elif text is not None and number is None:
-        entry = find_text(manifest, data, column, text)
-    else:
-        raise ValueError("give one of --id and --text")
-    click.echo(json.dumps(asdict(entry), ensure_ascii=False))
+    match (column, number, text):
+        case (None, None, None):
+            click.echo(to_text(manifest, data))
+        case (str(), int(), None):
+            click.echo(json.dumps(asdict(find_id(manifest, data, column, number)), ensure_ascii=False))
+        case (str(), None, str()):
+            click.echo(json.dumps(asdict(find_text(manifest, data, column, text)), ensure_ascii=False))
+        case _:
+            raise ValueError("give --column with one of --id and --text, or none of them for the whole data set")
 
 
 @click.command("to-npy")

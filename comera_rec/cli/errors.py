@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dis
 import os
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 import click
 
+# Settings that `data_pipeline` names in backquotes, which are options here.
+_SETTING = re.compile(
+    "`(input|output|data|model|schema|scheduler|split|order|seed|workers|overwrite|part_bytes|memory_limit|max_bad_rows|min_count"
+    "|hash_buckets|val_fraction|test_fraction|val_from|test_from|rows|scale|decay|groups|column|id|text)`"
+)
 _PACKAGES = tuple(Path(__file__).parents[2] / package for package in ("comera_rec", "data_pipeline"))
 
 
@@ -36,9 +42,14 @@ def run_command(
         folders = (*_PACKAGES, *filter(None, (folder,)))
         if os.environ.get("COMERA_TRACEBACK") or not (isinstance(error, OSError) or _raised_in(folders, error)):
             raise
-        message, status = str(error), 2
+        message, status = with_options(str(error)), 2
     click.echo(f"{name}: {' '.join(message.split())}", err=True)
     sys.exit(status)
+
+
+def with_options(message: str) -> str:
+    """Write the settings that a message names as options of the command line."""
+    return _SETTING.sub(lambda match: "--" + match[1].replace("part_bytes", "part-size").replace("_", "-"), message)
 
 
 def _raised_in(folders: tuple[Path, ...], error: BaseException) -> bool:

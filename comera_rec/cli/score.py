@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from comera_rec.cli.errors import with_options
 from comera_rec.serving.score import ScoreOptions
 from comera_rec.serving.score import score as write_scores
 from data_pipeline.sources import source
@@ -40,6 +41,6 @@ def score(
         workers=workers, overwrite=overwrite,
     )  # fmt: skip
     start = time.perf_counter()
-    written = write_scores(options, tell=lambda line: click.echo(line, err=True))
+    written = write_scores(options, tell=lambda line: click.echo(with_options(line), err=True))
     seconds = time.perf_counter() - start
     click.echo(f"wrote {output}: {written.rows:,} scores in {seconds:.1f} s ({written.rows_per_second:,.0f} rows/s once loaded)")

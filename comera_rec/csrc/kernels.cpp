@@ -104,16 +104,17 @@ void look_up(
     const Table& table, const Lookups& lookups, const Bags& bags, float* rows, int64_t first, int64_t beyond, Scratch scratch) {
   const int n1 = N1 > 0 ? N1 : table.n1, n2 = N2 > 0 ? N2 : table.n2;
   const int64_t width = bags.width;
-  float *row = scratch.take(int64_t(n1) * n2), *left_floats = scratch.take(table.left.size), *right_floats = scratch.take(table.right.size);
+  const Core lefts = table.left, rights = table.right;  // copies, which stores to bags can't change
+  float *row = scratch.take(int64_t(n1) * n2), *left_floats = scratch.take(lefts.size), *right_floats = scratch.take(rights.size);
   HotRows hot(table, width, scratch);
   const float* left = nullptr;
   for (int64_t u = first; u < beyond; ++u) {
-    if (left == nullptr || lookups.p[u] != lookups.p[u - 1]) left = slice_of(table.left, lookups.p[u], left_floats);
+    if (left == nullptr || lookups.p[u] != lookups.p[u - 1]) left = slice_of(lefts, lookups.p[u], left_floats);
     if (u + kAhead < beyond) {
-      prefetch_slice(table.left, lookups.p[u + kAhead]);
-      prefetch_slice(table.right, lookups.q[u + kAhead]);
+      prefetch_slice(lefts, lookups.p[u + kAhead]);
+      prefetch_slice(rights, lookups.q[u + kAhead]);
     }
-    multiply<N1, N2>(n1, n2, left, slice_of(table.right, lookups.q[u], right_floats), table.diagonal, table.rank, row);
+    multiply<N1, N2>(n1, n2, left, slice_of(rights, lookups.q[u], right_floats), table.diagonal, table.rank, row);
     if (hot.find(u)) {
       hot.prefetch_later(u + kAhead);
       hot.add_to(row);

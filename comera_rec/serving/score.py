@@ -29,10 +29,9 @@ from data_pipeline.count_pass import pass_over
 from data_pipeline.encoder import Flat, check_columns, flatten, new_logs_schema, open_encoder, recorded_log
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import Manifest, check_shards, file_sha256, read_manifest
-from data_pipeline.names import check_names
 from data_pipeline.options import PassOptions
 from data_pipeline.parse import PartRecord
-from data_pipeline.parts import Part, count_parts, identify, inputs_changed
+from data_pipeline.parts import Part, check_layout, count_parts, identify, inputs_changed
 from data_pipeline.pool import on_executor
 from data_pipeline.shards import Encoder
 from data_pipeline.splits import Splitting
@@ -109,7 +108,7 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     known = recorded_log(encoder.manifest, data)
     schema = new_logs_schema(known, options.inputs[0])
     check_columns(schema, known, log=options.inputs[0], data=data)
-    names = tuple(check_names(log, schema) for log in options.inputs)
+    layouts = tuple(check_layout(log, schema) for log in options.inputs)
     schema = Splitting().schema_used(schema)
     work_on = partial(
         _score_part,
@@ -122,7 +121,7 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
         work_folder(options.output, identity=identity, files=None, overwrite=options.overwrite, tell=tell) as work,
         _executor(min(options.threads, units)) as executor,
     ):
-        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting(), names=names)
+        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting(), layouts=layouts)
         schedule = partial(on_executor, executor)
         (records,) = pass_over(job, schedule, work_on, ScoredPart, folder="shards", description="scoring")
         if identify(options.inputs) != logs:

@@ -29,14 +29,6 @@ class Run {
 };
 
 template <class Key>
-int64_t count_sorted(Array<Key> keys, Array<uint64_t> counts) {
-  if (counts.size != keys.size) return kWrongSizes;
-  Run<Key> run(keys, counts);
-  for (int64_t i = 0; i < keys.size; ++i) run.put(keys[i], 1);
-  return run.size();
-}
-
-template <class Key>
 int64_t merge_runs(
     Array<const Key> left, Array<const uint64_t> left_counts, Array<const Key> right, Array<const uint64_t> right_counts,
     Array<Key> keys, Array<uint64_t> counts) {
@@ -58,10 +50,6 @@ int64_t merge_runs(
 }
 
 }  // namespace
-
-// Moves the distinct ones of sorted keys to the front, with their counts, and returns how many there are.
-EXPORTED int64_t count_sorted_u32(Array<uint32_t> keys, Array<uint64_t> counts) { return count_sorted(keys, counts); }
-EXPORTED int64_t count_sorted_u64(Array<uint64_t> keys, Array<uint64_t> counts) { return count_sorted(keys, counts); }
 
 // Merges two runs into arrays with room for both, and returns the number of entries.
 EXPORTED int64_t merge_runs_u32(

@@ -108,7 +108,7 @@ def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
         (["preprocess", "--input", "x" * 300, "--output", "data"], "File name too long"),
         (["transform", "--data", "loop", "--input", "bad.tsv", "--output", "data"], "loop"),
         (["synth", "--rows", "9", "--output", "loop"], "--output loop leads to a symbolic link to itself"),
-        (["describe", "--data", "loop"], "loop"),
+        (["inspect", "--data", "loop"], "loop"),
         (["preprocess", "--input", "bad.tsv", "--schema", "loop", "--output", "data"], "--schema loop does not exist"),
         (
             ["preprocess", "--input", "bad.tsv", "--output", "data", "--memory-limit", "256MiB"],
@@ -200,7 +200,7 @@ def test_transform(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "splits: train 0, val 0, test 200" in capsys.readouterr().out
     for name in ("new", "all"):
         assert run("verify", "--data", tmp_path / name) == 0
-        assert run("describe", "--data", tmp_path / name) == 0
+        assert run("inspect", "--data", tmp_path / name) == 0
     capsys.readouterr()
     assert run(*new, tmp_path / "data") == 2
     assert "data overlap; choose another --output" in capsys.readouterr().err

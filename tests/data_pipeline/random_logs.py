@@ -1,8 +1,11 @@
-"""Small random logs as rows of text cells."""
+"""Small random logs as rows of text cells, and what data sets made of logs hold."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
+
+import pandas as pd
 
 Rows = list[list[str]]
 
@@ -25,3 +28,15 @@ def random_rows(count: int, *, labeled: bool = True, seed: int = 0) -> Rows:
 
 def to_text(rows: Rows, newline: str = "\n") -> bytes:
     return "".join("\t".join(row) + newline for row in rows).encode()
+
+
+def read(folder: Path, *splits: str) -> pd.DataFrame:
+    """Read the rows of splits, or of all."""
+    files = [path for split in splits or ("train", "val", "test") for path in sorted((folder / split).iterdir())]
+    return pd.concat([pd.read_parquet(path) for path in files], ignore_index=True)
+
+
+def files_of(folder: Path, *, manifest: bool = True) -> dict[str, bytes]:
+    """Read all files of a data set by their names, without its manifest if so desired."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return files if manifest else {name: content for name, content in files.items() if name != "manifest.json"}

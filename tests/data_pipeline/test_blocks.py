@@ -12,10 +12,9 @@ import pyarrow as pa
 import pytest
 
 from data_pipeline.counts import count_part
-from data_pipeline.parse import Parsed, parse
-from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.parse import Parsed
 from data_pipeline.schema import Column, LogSchema
-from data_pipeline.tables import parse_delimited, parse_json_lines, parse_table, table_blocks, text_blocks
+from data_pipeline.tables import json_types, parse_table, parse_text, table_blocks, text_blocks
 
 SCHEMA = LogSchema(
     columns=(
@@ -27,7 +26,7 @@ SCHEMA = LogSchema(
     separator=",",
     format="csv",
 )
-NAMES = [column.name for column in SCHEMA.columns]
+NAMES = tuple(column.name for column in SCHEMA.columns)
 _DRAW = np.random.default_rng(0)
 ROWS = [
     (float(price), int(count), f"shop {count % 7}", [f"t{tag}" for tag in range(count % 5)])
@@ -54,15 +53,15 @@ JSON = b"".join(
 
 
 def json_blocks(block_bytes: int) -> Iterator[Parsed]:
-    return text_blocks(memoryview(JSON), replace(SCHEMA, format="jsonl"), NAMES, block_bytes=block_bytes)
+    return text_blocks(memoryview(JSON), replace(SCHEMA, format="jsonl"), json_types(JSON, SCHEMA), block_bytes=block_bytes)
 
 
 FORMATS: dict[str, tuple[Callable[[int], Iterator[Parsed]], Parsed]] = {
     "csv": (
         lambda size: text_blocks(memoryview(CSV), SCHEMA, NAMES, block_bytes=size),
-        parse_delimited(CSV, SCHEMA, NAMES),
+        parse_text(CSV, SCHEMA, NAMES),
     ),
-    "jsonl": (json_blocks, parse_json_lines(JSON, replace(SCHEMA, format="jsonl"))),
+    "jsonl": (json_blocks, parse_text(JSON, replace(SCHEMA, format="jsonl"), json_types(JSON, SCHEMA))),
     "parquet": (lambda size: table_blocks(TABLE, SCHEMA, block_bytes=size), parse_table(TABLE, SCHEMA)),
     "dictionaries": (
         lambda size: table_blocks(TABLE.set_column(2, "shop", TABLE["shop"].dictionary_encode()), SCHEMA, block_bytes=size),
@@ -95,21 +94,6 @@ def test_blocks_together_contain_the_whole(form: str, block_bytes: int) -> None:
     assert tuple(reason for block in blocks for reason in block.reasons) == whole.reasons
 
 
-def test_dictionaries_do_not_count_toward_the_size_of_a_block() -> None:
-    """They aren't sliced, so otherwise blocks would be halved down to single rows."""
-    values = pa.DictionaryArray.from_arrays(
-        pa.array(np.arange(400) % 300, pa.int32()), pa.array(["z" * 100 + str(i) for i in range(300)])
-    )
-    schema = LogSchema(columns=(Column(name="a", kind="category"),))
-    assert len(list(table_blocks(pa.table({"a": values}), schema, block_bytes=8000))) < 5
-
-
-def test_narrow_numbers_count_as_the_wide_ones_that_they_become() -> None:
-    schema = LogSchema(columns=tuple(Column(name=name, kind="integer") for name in "abcd"))
-    table = pa.table({name: pa.array(np.ones(4000), pa.int8()) for name in "abcd"})
-    assert max(map(nbytes, table_blocks(table, schema, block_bytes=9000))) <= 9000
-
-
 def test_moments_of_several_blocks_are_those_of_one(tmp_path: Path) -> None:
     def counts(blocks: Iterator[Parsed], name: str) -> list[tuple[float, ...]]:
         rows_of = lambda parsed, first: (slice(None), slice(0, 0))  # noqa: E731
@@ -125,31 +109,3 @@ def test_moments_of_several_blocks_are_those_of_one(tmp_path: Path) -> None:
     for counted, values in zip(apart, (prices, numbers), strict=True):
         np.testing.assert_array_equal(counted[1:3], (values.min(), values.max()))
         np.testing.assert_allclose(counted[3:], (values.sum(), values.var() * len(values)), rtol=1e-9)
-
-
-def test_only_columns_with_a_vocabulary_are_counted(tmp_path: Path) -> None:
-    schema = LogSchema(columns=tuple(Column(name=name, kind="category") for name in "abc"), separator=",")
-    rows_of = lambda parsed, first: (slice(None), slice(0, 0))  # noqa: E731
-    part = count_part([parse(b"x,y,z\nx,w,\n", schema)], schema, tmp_path / "run", rows_of=rows_of, last=True, counted={1})
-    assert [run.lengths for run in part.train.runs] == [(0, 2, 0)]
-    assert part.train.missing == (0, 0, 1)
-
-
-def test_malformed_lines_of_several_blocks(tmp_path: Path) -> None:
-    """Lines are numbered within the log; the first one over the limit is named even if its block stores no further reasons."""
-    columns = (Column(name="note", kind="ignore"), Column(name="shop", kind="category"), Column(name="count", kind="integer"))
-    long = b'"' + b"n" * 900_000 + b'",a,1\n'
-    log = tmp_path / "log.csv"
-    blanks = (20, 30, 30, 40, 200, 100, 180)  # those after two long lines are a block's
-    log.write_bytes(b"".join(long + b"\n" * count for count in blanks) + b"\n")
-
-    def run(max_bad_rows: int) -> None:
-        schema = LogSchema(columns=columns, separator=",", format="csv")
-        preprocess(PreprocessOptions(inputs=(log,), output=tmp_path / "data", schema=schema, max_bad_rows=max_bad_rows))
-
-    ends = np.cumsum(blanks)
-    for most in (0, 50, 125, 450, 599):
-        line = most + 2 + np.searchsorted(ends, most, side="right")
-        with pytest.raises(ValueError, match=rf"log\.csv:{line}: blank line; .*fix the log"):
-            run(most)
-    run(600)

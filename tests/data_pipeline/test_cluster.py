@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from random_logs import random_rows
+from random_logs import files_of, random_rows
 
 from data_pipeline import count_pass, write_pass
 from data_pipeline.job import Job
@@ -47,10 +47,6 @@ def on_threads(options: PreprocessOptions) -> dict[str, bytes]:
     """The files that a run on threads writes."""
     preprocess(replace(options, output=options.output.with_name("threads")))
     return files_of(options.output.with_name("threads"))
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _die_once(job: Job, part: Part, what: str, log: int) -> None:
@@ -89,7 +85,7 @@ def test_part_that_kills_every_worker(options: PreprocessOptions, monkeypatch: p
     monkeypatch.setattr(count_pass, "_count", deadly_count)
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
-        pytest.raises(ValueError, match=r"--scheduler: several workers died on the same part, .* lower --part-size"),
+        pytest.raises(ValueError, match=r"`scheduler`: several workers died on the same part, .* lower `part_bytes`"),
     ):
         preprocess(replace(options, scheduler="local", workers=1))
 
@@ -111,29 +107,21 @@ def test_resumes_where_threads_stopped(
     assert files_of(options.output) == on_threads
 
 
-def test_malformed_line(scheduler: str, options: PreprocessOptions) -> None:
-    (log, _) = options.inputs[::-1]
-    assert isinstance(log, Path)
-    log.write_bytes(log.read_bytes() + b"bad\n")
-    with pytest.raises(ValueError, match="day_1:601: 1 columns where 40 are expected"):
-        preprocess(replace(options, scheduler=scheduler))
-
-
 def test_local(options: PreprocessOptions, on_threads: dict[str, bytes]) -> None:
     preprocess(replace(options, scheduler="local", workers=1))
     assert files_of(options.output) == on_threads
 
 
 def test_unreachable_scheduler(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_pipeline.cluster._WAIT_SECONDS", 1)
+    monkeypatch.setattr("data_pipeline.pool._WAIT_SECONDS", 1)
     with socket.socket() as unused:  # no process listens on it
         unused.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(ValueError, match=f"--scheduler {address}: no scheduler with a worker answers"):
+        with pytest.raises(ValueError, match=f"`scheduler` {address}: no scheduler with a worker answers"):
             preprocess(replace(options, scheduler=address))
 
 
 def test_without_dask(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(ValueError, match="--scheduler local needs Dask: run pip install distributed"):
+    with pytest.raises(ValueError, match="`scheduler` local needs Dask: run pip install distributed"):
         preprocess(replace(options, scheduler="local"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline import hashing, native
-from data_pipeline.hashing import HashedIds, TableIds, encode_keys, open_tables, write_table
+from data_pipeline.buckets import keys_of_numbers, numbers_of_keys, quantiles
+from data_pipeline.hashing import BucketIds, HashedIds, TableIds, encode_keys, open_tables, write_table
 from data_pipeline.manifest import IntegerColumn
 from data_pipeline.native import Array, Matrix
 from data_pipeline.parse import parse
-from data_pipeline.reference import hashed_id, logarithm
+from data_pipeline.reference import bucket, hashed_id, logarithm
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.shards import Encoder
 
@@ -65,15 +65,6 @@ def test_a_table_without_free_slots_is_searched_once(tmp_path: Path, pairs: list
     assert ids.tolist() == ([[7, 8, 0]] if pairs else [[0, 0, 0]])
 
 
-def test_small_tables_are_held_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rooms = []
-    monkeypatch.setattr(hashing, "TableIds", lambda path, dtype, room: rooms.append((path.name, room)))
-    for name, size in {"a": 100, "b": 5000, "c": 300, "d": 9000}.items():
-        (tmp_path / name).write_bytes(bytes(size))
-    open_tables([tmp_path / name for name in "abcd"], DTYPES[0], room=2400, threads=2)
-    assert rooms == [("a", 100), ("c", 300), ("b", 500), ("d", 500)]
-
-
 @settings(max_examples=50)
 @given(
     values=st.lists(st.one_of(st.none(), st.integers(-9, 9), st.integers(-(1 << 31), (1 << 31) - 1)), min_size=1),
@@ -108,19 +99,6 @@ def test_texts_beyond_their_bytes_are_refused(offsets: list[int]) -> None:
         native.hash_texts(*(Array(array, array.dtype) for array in arrays))
 
 
-@pytest.mark.parametrize(("lines", "name_ends"), [(1, [1, 2]), (3, [1, 2]), (2, [4, 2]), (2, [-1, 2])])
-def test_json_cells_of_other_sizes_are_refused(lines: int, name_ends: list[int]) -> None:
-    text = np.frombuffer(b'{"ab": 1}\n' * 2, np.uint8)
-    schema = (np.frombuffer(b"ab", np.uint8), np.array(name_ends, np.int64), np.zeros(2, np.bool_), np.zeros(2, np.uint8))
-    cells = (np.empty(2 * len(text), np.uint8), np.empty(2 * lines, np.int64), np.empty(0, np.int64), np.empty(lines, np.bool_))
-    structures = [
-        kind(*(Array(array, array.dtype) for array in arrays))
-        for kind, arrays in ((native.JsonSchema, schema), (native.JsonCells, cells))
-    ]
-    with pytest.raises(RuntimeError, match="parse_json: the sizes of the arrays don't fit each other"):
-        native.parse_json(Array(text, np.uint8), *map(ctypes.byref, structures), 1)
-
-
 def test_arrays_of_other_kinds_are_refused() -> None:
     with pytest.raises(TypeError, match=r"expected contiguous uint32, got an array of int64"):
         Array(np.zeros(3, np.int64), np.uint32)
@@ -128,3 +106,25 @@ def test_arrays_of_other_kinds_are_refused() -> None:
         Array(np.zeros((3, 2), np.uint32)[:, 0], np.uint32)
     with pytest.raises(TypeError, match="with strides"):
         Matrix(np.zeros((3, 2), np.uint32).T, np.uint32)
+
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(numbers=st.lists(NUMBERS, min_size=1), boundaries=st.lists(NUMBERS, unique=True).map(sorted))
+@settings(max_examples=50, deadline=None)
+def test_ids_of_ranges_equal_the_reference(numbers: list[float], boundaries: list[float]) -> None:
+    keys = keys_of_numbers(np.array(numbers))
+    np.testing.assert_array_equal(numbers_of_keys(keys), numbers)
+    np.testing.assert_array_equal(np.argsort(keys, kind="stable"), np.argsort(numbers, kind="stable"))
+    (ids,), (zeros,) = encode_keys([BucketIds(boundaries)], keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
+    assert (ids.tolist(), zeros) == ([bucket(number, boundaries) for number in numbers], 0)
+
+
+@given(numbers=st.lists(st.integers(-9, 9).map(float), max_size=60), buckets=st.integers(2, 9), block=st.integers(1, 5))
+@settings(max_examples=50, deadline=None)
+def test_quantiles_of_blocks(numbers: list[float], buckets: int, block: int) -> None:
+    keys, counts = np.unique(keys_of_numbers(np.array(numbers)), return_counts=True)
+    blocks = [(keys[at : at + block], counts[at : at + block]) for at in range(0, len(keys), block)]
+    expected = {sorted(numbers)[len(numbers) * i // buckets] for i in range(1, buckets)} if numbers else set()
+    assert quantiles(blocks, len(numbers), buckets) == tuple(sorted(expected))

@@ -40,7 +40,7 @@ def test_inputs_in_the_output_stay(options: PreprocessOptions, tmp_path: Path) -
     inside.write_bytes(to_text(ROWS))
     (tmp_path / "link").symlink_to(options.output)
     for output, log in ((options.output, inside), (tmp_path / "link", inside), (options.output, tmp_path / "link" / "today.tsv")):
-        with pytest.raises(ValueError, match=r"--output .* and --input .*today.tsv overlap; choose another --output"):
+        with pytest.raises(ValueError, match=r"`output` .* and `input` .*today.tsv overlap; choose another `output`"):
             preprocess(replace(options, inputs=(log,), output=output, overwrite=True))
     assert inside.read_bytes() == to_text(ROWS)
 
@@ -51,12 +51,12 @@ def test_other_files_in_the_output_stay(options: PreprocessOptions, name: str) -
     precious = options.output / name
     precious.parent.mkdir(exist_ok=True)
     precious.write_text("precious")
-    with pytest.raises(ValueError, match=rf"--output .*data also holds {name}, which is not part of it; move that file first"):
+    with pytest.raises(ValueError, match=rf"`output` .*data also holds {name}, which is not part of it; move that file first"):
         preprocess(replace(options, overwrite=True))
     assert precious.read_text() == "precious"
     precious.unlink()
     (options.output / "link").symlink_to(options.inputs[0])
-    with pytest.raises(ValueError, match=r"--output .*data also holds link, which is not part"):
+    with pytest.raises(ValueError, match=r"`output` .*data also holds link, which is not part"):
         preprocess(replace(options, overwrite=True))
 
 
@@ -70,13 +70,13 @@ def test_npy_never_overwrites_its_data(options: PreprocessOptions, tmp_path: Pat
         (options.output, options.output / "npy"),
         (options.output, tmp_path),
     ):
-        with pytest.raises(ValueError, match=r"--output .* and --data .* overlap; choose another --output"):
+        with pytest.raises(ValueError, match=r"`output` .* and `data` .* overlap; choose another `output`"):
             export_npy(manifest, data, output, overwrite=True)
     verify(manifest, options.output)
     export_npy(manifest, options.output, tmp_path / "npy")
     export_npy(manifest, options.output, tmp_path / "npy", overwrite=True)
     assert len(list((tmp_path / "npy").iterdir())) == 10
-    with pytest.raises(ValueError, match=r"--output .*link and --data .*data overlap"):
+    with pytest.raises(ValueError, match=r"`output` .*link and `data` .*data overlap"):
         TransformOptions(inputs=options.inputs, data=options.output, output=tmp_path / "link")
 
 
@@ -93,13 +93,13 @@ def test_output_behind_a_link(options: PreprocessOptions, tmp_path: Path) -> Non
 
 def test_urls_and_mounts_are_refused_as_output(options: PreprocessOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"--output s3:/bucket/data is a URL, which this command can't write to; write to a local"):
+    with pytest.raises(ValueError, match=r"`output` s3:/bucket/data is a URL, which this command can't write to; write to a local"):
         preprocess(replace(options, output=Path("s3://bucket/data")))
     result = CliRunner().invoke(preprocess_command, ["--input", str(options.inputs[0]), "--output", "gs://bucket/data"])
-    assert "--output gs://bucket/data: " in str(result.exception)
+    assert "`output` gs://bucket/data: " in str(result.exception)
     assert "run pip install s3fs for s3://, gcsfs for gs://" in str(result.exception)
     mounted = Path("/proc")
-    with pytest.raises(ValueError, match=r"--output /proc is a mount point; name a folder in it, such as /proc/d"):
+    with pytest.raises(ValueError, match=r"`output` /proc is a mount point; name a folder in it, such as /proc/d"):
         preprocess(replace(options, output=mounted))
     assert [path.name for path in tmp_path.iterdir()] == ["log.tsv"]
 
@@ -110,11 +110,8 @@ def test_one_log_under_two_names(options: PreprocessOptions, tmp_path: Path) -> 
     (tmp_path / "soft").symlink_to(log)
     (tmp_path / "hard").hardlink_to(log)
     for other in (log, tmp_path / "soft", tmp_path / "hard"):
-        with pytest.raises(ValueError, match=rf"--input .*{other.name} and .*log.tsv are the same file; give each log once"):
+        with pytest.raises(ValueError, match=rf"`input` .*{other.name} and .*log.tsv are the same file; give each log once"):
             replace(options, inputs=(log, other))
-    signed = ("https://a.b/day_0?X-Amz-Date=1&X-Amz-Signature=2", "https://a.b/day_0?X-Amz-Date=3&X-Amz-Signature=4")
-    with pytest.raises(ValueError, match="are the same file"):
-        replace(options, inputs=signed)
     replace(options, inputs=("https://a.b/get?day=0", "https://a.b/get?day=1"))
 
 
@@ -137,7 +134,7 @@ def test_lock_of_a_process(options: PreprocessOptions) -> None:
     process.join()
     messages: list[str] = []
     preprocess(options, messages.append)
-    assert messages[0] == f"--output {options.output}: taking over from process {process.pid}, which is gone"
+    assert messages[0] == f"`output` {options.output}: taking over from process {process.pid}, which is gone"
     assert not [path.name for path in options.output.parent.iterdir() if path.name.startswith(".")]
 
 

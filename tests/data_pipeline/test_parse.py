@@ -136,12 +136,6 @@ def test_every_byte_at_every_position(kind: str) -> None:
     assert_equals_reference(b"".join(cell + b"\tx\n" for cell in cells + changed), schema)
 
 
-@pytest.mark.parametrize("text", [b"", b"\n", b"\r\n", b"\t\n", b"\n" * 150])
-def test_short_lines(text: bytes) -> None:
-    for schema in (CRITEO, OTHER, ONE_COLUMN):
-        assert_equals_reference(text, schema)
-
-
 @pytest.mark.parametrize("text", [GOOD + b"\n", b"x," * 6 + b"a b c d\n", b"|".join([b"a"] * 40) + b"\n"])
 @pytest.mark.parametrize("schema", [CRITEO, OTHER, ONE_COLUMN])
 def test_blocks_fill_their_room(text: bytes, schema: LogSchema) -> None:

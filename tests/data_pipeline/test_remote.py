@@ -11,11 +11,10 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.registry import known_implementations
-from random_logs import random_rows, to_text
+from random_logs import files_of, random_rows, to_text
 
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.sources import by_number, expand, name_of
+from data_pipeline.sources import by_number, expand
 
 ROWS = random_rows(400)
 
@@ -26,10 +25,6 @@ def memory() -> Iterator[Any]:
     files = fsspec.filesystem("memory")
     yield files
     files.store.clear()
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_same_data_set_as_from_disk(memory: Any, tmp_path: Path) -> None:
@@ -45,24 +40,13 @@ def test_same_data_set_as_from_disk(memory: Any, tmp_path: Path) -> None:
     assert files_of(tmp_path / "remote") == files_of(tmp_path / "local")
 
 
-def test_change_while_it_is_read(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.pipe("/log", to_text(ROWS))
-
-    def change(*_: object) -> None:
-        memory.pipe("/log", to_text(ROWS[::-1]))
-
-    monkeypatch.setattr("data_pipeline.write_pass.describe_inputs", lambda job, parts: (change(), ((), ()))[1])
-    with pytest.raises(ValueError, match="an --input changed while it was read"):
-        preprocess(PreprocessOptions(inputs=("memory://log",), output=tmp_path / "data"))
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("memory://nowhere", "--input memory://nowhere does not exist; check its name"),
-        ("memory://logs", "--input memory://logs is a folder; name the files in it, such as memory://logs/day_"),
-        ("memory://empty", "--input memory://empty is empty"),
-        ("nosuch://log", "--input nosuch://log: Protocol not known: nosuch"),
+        ("memory://nowhere", "`input` memory://nowhere does not exist; check its name"),
+        ("memory://logs", "`input` memory://logs is a folder; name the files in it, such as memory://logs/day_"),
+        ("memory://empty", "`input` memory://empty is empty"),
+        ("nosuch://log", "`input` nosuch://log: Protocol not known: nosuch"),
     ],
 )
 def test_mistakes(memory: Any, tmp_path: Path, url: str, message: str) -> None:
@@ -70,18 +54,6 @@ def test_mistakes(memory: Any, tmp_path: Path, url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         preprocess(PreprocessOptions(inputs=(url,), output=tmp_path / "data"))
     assert not list(tmp_path.iterdir())
-
-
-def test_file_system_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = {"class": "no_such_module.Files", "err": "Install no_such_module to read xyz"}
-    monkeypatch.setitem(known_implementations, "xyz", missing)
-    with pytest.raises(ValueError, match=r"xyz://log: Install no_such_module to read xyz; run pip install s3fs"):
-        preprocess(PreprocessOptions(inputs=("xyz://log",), output=tmp_path / "data"))
-
-
-def test_pattern_without_match(memory: Any) -> None:
-    with pytest.raises(ValueError, match=r"--input memory://logs/day_\* matches no file"):
-        expand(["memory://logs/day_*"])
 
 
 def test_only_alphabetic_order_is_corrected() -> None:
@@ -121,20 +93,14 @@ class Denied(MemoryFileSystem):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("denied://secret", "cannot read --input denied://secret: NoCredentials: unable to locate credentials; check the file"),
-        ("denied://closed", "cannot read --input denied://closed: NoCredentials: token expired; check the file"),
-        ("denied://log", "cannot read --input denied://log: NoCredentials: connection lost; check the file"),
+        ("denied://secret", "cannot read `input` denied://secret: NoCredentials: unable to locate credentials; check the file"),
+        ("denied://closed", "cannot read `input` denied://closed: NoCredentials: token expired; check the file"),
+        ("denied://log", "cannot read `input` denied://log: NoCredentials: connection lost; check the file"),
     ],
 )
 def test_errors_of_libraries(tmp_path: Path, url: str, message: str) -> None:
     fsspec.register_implementation("denied", Denied, clobber=True)
     with pytest.raises(ValueError, match=message):
         preprocess(PreprocessOptions(inputs=(url,), output=tmp_path / "data"))
-    with pytest.raises(ValueError, match=r"cannot read --input denied://logs/\*: NoCredentials: unable to locate"):
+    with pytest.raises(ValueError, match=r"cannot read `input` denied://logs/\*: NoCredentials: unable to locate"):
         expand(["denied://logs/*"])
-
-
-def test_names_without_queries() -> None:
-    assert name_of("https://host/logs/day_0.gz?X-Amz-Signature=secret&versionId=3") == "day_0.gz"
-    assert name_of("simplecache::https://host/logs/day_0.gz?sig=secret") == "day_0.gz"
-    assert name_of("s3://bucket/what?.tsv") == "what?.tsv"

@@ -12,18 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from random_logs import random_rows, to_text
+from random_logs import files_of, random_rows, to_text
 
-from data_pipeline import atomic, work
+from data_pipeline import atomic
 from data_pipeline.parts import identify
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 
 ROWS = random_rows(700)
 PROCESSES = multiprocessing.get_context("forkserver")
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(params=["plain", "random gzip"])
@@ -40,30 +36,6 @@ def unbroken(options: PreprocessOptions) -> dict[str, bytes]:
     """The files that a run without interruption writes."""
     preprocess(replace(options, output=options.output.with_name("unbroken")))
     return files_of(options.output.with_name("unbroken"))
-
-
-@pytest.mark.parametrize("removed", [0, 1, 2, 3])
-def test_killed_while_cleaning_up(
-    options: PreprocessOptions, unbroken: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, removed: int
-) -> None:
-    """The data are in place and part of the work folder is gone: a new run after removing the data writes all of them again."""
-    left = removed
-
-    def remove_until_killed(path: Path) -> None:
-        nonlocal left
-        left -= 1
-        if left >= 0:
-            atomic.remove(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            work, "put_in_place", lambda *paths: (atomic.put_in_place(*paths), patch.setattr(work, "remove", remove_until_killed))
-        )
-        preprocess(options)
-    atomic.remove(options.output)
-    preprocess(options)
-    assert files_of(options.output) == unbroken
-    assert not any(path.name.startswith(".") for path in options.output.parent.iterdir())
 
 
 @pytest.fixture
@@ -99,7 +71,7 @@ def test_disk_full(
         except OSError as error:
             messages.append(str(error))
     assert set(messages) == {
-        f"cannot write --output {options.output}: No space left on device; "
+        f"cannot write `output` {options.output}: No space left on device; "
         "finished parts are kept: free up space or fix permissions, and run the same command again"
     }
     assert 4 < len(messages) < 60
@@ -124,7 +96,7 @@ def test_files_may_not_grow(options: PreprocessOptions, unbroken: dict[str, byte
         process.join()
         assert process.exitcode == 0
         reasons.add(options.output.with_name("message").read_text())
-    assert all(f"cannot write --output {options.output}: File too large; " in reason for reason in reasons)
+    assert all(f"cannot write `output` {options.output}: File too large; " in reason for reason in reasons)
     preprocess(options)
     assert files_of(options.output) == unbroken
 
@@ -136,7 +108,7 @@ def test_other_options_start_over(options: PreprocessOptions, failing_writes: Ca
     monkeypatch.undo()
     messages: list[str] = []
     manifest = preprocess(replace(options, min_count=3), messages.append)
-    assert messages == [f"--output {options.output}: an interrupted run had different min_count; starting over"]
+    assert messages == [f"`output` {options.output}: an interrupted run had different min_count; starting over"]
     assert {column.min_count for column in manifest.categorical_columns} == {3}
 
 
@@ -160,7 +132,7 @@ def test_another_log_of_the_same_name_size_and_time_starts_over(
     elsewhere.write_bytes(content)
     os.utime(elsewhere, ns=(status.st_atime_ns, status.st_mtime_ns))
     preprocess(moved, messages.append)
-    assert messages == [f"--output {options.output}: an interrupted run had different inputs; starting over"]
+    assert messages == [f"`output` {options.output}: an interrupted run had different inputs; starting over"]
 
 
 def test_allowing_more_bad_rows_resumes_the_run(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:

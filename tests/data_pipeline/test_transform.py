@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from random_logs import random_rows, to_text
+from random_logs import files_of, random_rows, read, to_text
 
-from data_pipeline.describe import describe
-from data_pipeline.describe import to_text as describe_text
 from data_pipeline.manifest import Manifest, file_sha256, read_manifest
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
@@ -36,11 +34,6 @@ tags = {{ kind = "list", separator = " " }}
 def data(tmp_path: Path, write_log: WriteLog) -> Path:
     preprocess(PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data", part_bytes=20_000))
     return tmp_path / "data"
-
-
-def read(folder: Path, *splits: str) -> pd.DataFrame:
-    files = [path for split in splits for path in sorted((folder / split).iterdir())]
-    return pd.concat([pd.read_parquet(path) for path in files], ignore_index=True)
 
 
 def to_options(data: Path, *logs: Path, **others: object) -> TransformOptions:
@@ -100,15 +93,6 @@ def test_from_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
     pd.testing.assert_frame_equal(read(data.parent / "second", "val"), read(data, "train").iloc[:100])
 
 
-def test_descriptions_follow_the_rows(data: Path, write_log: WriteLog) -> None:
-    """Coverage is the share of the new rows' values that have an id, not that of the rows that made the vocabulary."""
-    options = to_options(data, write_log([["1", *["3"] * 13, *["0"] * 25, "abcdef01"]] * 10, "new.tsv"), split="test")
-    description = describe(checked(options), options.output)
-    assert [category.coverage[-1] for category in description.categories] == [1.0] * 25 + [0.0]
-    assert sum(description.integers[0].bins) == 10
-    assert "test               10 rows  label rate 1.0000" in describe_text(description)
-
-
 def test_hashed_and_lists_by_schema(tmp_path: Path, write_log: WriteLog) -> None:
     """The schema is kept in the manifest; for a log without labels, another schema names its columns."""
     (tmp_path / "shop.toml").write_text(SCHEMA.format(columns='click = "label"'))
@@ -141,18 +125,14 @@ def test_resumed(data: Path, write_log: WriteLog) -> None:
     assert "resuming an interrupted run" in messages[0]
     whole = replace(allowed, output=data.parent / "whole")
     transform(whole)
-
-    def files(folder: Path) -> dict[str, bytes]:
-        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    assert files(options.output) == files(whole.output)
+    assert files_of(options.output) == files_of(whole.output)
 
 
 def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS[:3], "new.tsv")
-    with pytest.raises(ValueError, match=r"--output .*data and --data .*data overlap; choose another --output"):
+    with pytest.raises(ValueError, match=r"`output` .*data and `data` .*data overlap; choose another `output`"):
         TransformOptions(inputs=(log,), data=data, output=data)
-    with pytest.raises(ValueError, match="--split is 'all'; choose one of source, train, val, test"):
+    with pytest.raises(ValueError, match="`split` is 'all'; choose one of source, train, val, test"):
         to_options(data, log, split="all")
     with pytest.raises(ValueError, match="is not a preprocessed data set"):
         transform(to_options(tmp_path, log))
@@ -223,5 +203,31 @@ def test_extended_run_resumes(data: Path, write_log: WriteLog, monkeypatch: pyte
     checked(options)
     whole = replace(options, output=data.parent / "whole")
     checked(whole)
-    for path in sorted(whole.output.rglob("*.*")):
-        assert path.read_bytes() == (options.output / path.relative_to(whole.output)).read_bytes(), path
+    assert files_of(options.output) == files_of(whole.output)
+
+
+def test_other_columns_and_settings_are_refused(tmp_path: Path) -> None:
+    """They would give numbers that differ from those that the model was trained on; labels are all there or none."""
+    schema = """separator = ","\nheader = true\n[columns]\nclick = "label"\nbuy = "label"\nw = "weight"
+rating = { kind = "float", transform = "standardize" }\nseen = { kind = "list", max_length = 2 }
+user = { kind = "category", hash_buckets = 50 }\n"""
+    (tmp_path / "schema.toml").write_text(schema)
+    (tmp_path / "log.csv").write_text("click,buy,w,rating,seen,user\n" + "1,0,0.5,3,a|b,u\n" * 9)
+    options = PreprocessOptions(
+        inputs=(tmp_path / "log.csv",), output=tmp_path / "data", schema=read_schema(tmp_path / "schema.toml")
+    )
+    preprocess(options)
+    for before, after, message in (
+        (', transform = "standardize"', "", r"rating \(float\) where rating \(float, transform standardize\) is expected"),
+        ("max_length = 2", "max_length = 3", r"seen \(list, max_length 3\) where seen \(list, max_length 2\) is expected"),
+        ("hash_buckets = 50", "hash_buckets = 60", r"user \(category, hash_buckets 60\) where user \(category, hash_buckets 50\)"),
+    ):
+        (tmp_path / "other.toml").write_text(schema.replace(before, after))
+        with pytest.raises(ValueError, match=message):
+            transform(to_options(options.output, *options.inputs, schema=read_schema(tmp_path / "other.toml")))  # type: ignore[arg-type]
+    (tmp_path / "log.csv").write_text("rating,seen,user\n3,a|b,u\n")
+    manifest = checked(to_options(options.output, tmp_path / "log.csv"))
+    assert (manifest.labels, manifest.weight) == ((), None)
+    (tmp_path / "log.csv").write_text("click,w,rating,seen,user\n1,0.5,3,a|b,u\n")
+    with pytest.raises(ValueError, match=r"log.csv has the labels label where .* has click, buy; give logs with all of these"):
+        transform(replace(to_options(options.output, tmp_path / "log.csv"), output=tmp_path / "one"))

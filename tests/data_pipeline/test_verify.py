@@ -1,4 +1,4 @@
-"""`verify` finds every kind of damage, `describe` is correct, and torchrec reads what `to-npy` writes."""
+"""`verify` finds every kind of damage, and torchrec reads what `to-npy` writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,6 @@ import pytest
 from random_logs import random_rows
 from torchrec.datasets.criteo import BinaryCriteoUtils
 
-from data_pipeline.describe import describe, to_text, write_html
 from data_pipeline.manifest import CategoricalColumn, Manifest, describe_file
 from data_pipeline.npy import export_npy
 from data_pipeline.preprocess import PreprocessOptions, preprocess
@@ -116,45 +114,6 @@ def test_shard_copied_over_another(tmp_path: Path, write_log: Callable[..., Path
         verify(tampered, folder)
 
 
-def test_rows_of_equal_content_are_counted(tmp_path: Path, write_log: Callable[..., Path]) -> None:
-    """A copy of a log can't be recognized by its name, but by its rows."""
-    for logs, repeated in (
-        ((ROWS[:200], ROWS[200:]), 0.0),
-        ((ROWS[:200], ROWS[:200]), 1.0),
-        ((ROWS[:200], ROWS[:100] + ROWS[200:300]), 0.5),
-    ):
-        inputs = tuple(write_log(rows, f"day_{number}") for number, rows in enumerate(logs))
-        options = PreprocessOptions(inputs=inputs, output=tmp_path / "data", split="day", overwrite=True, min_count=1)
-        assert verify(preprocess(options), options.output).repeated == pytest.approx(repeated, abs=0.05)
-
-
-@pytest.mark.parametrize("kind", ["category", "list"])
-def test_rows_that_only_have_id_0_in_common_are_not_equal_content(
-    tmp_path: Path, write_log: Callable[..., Path], kind: Any
-) -> None:
-    schema = LogSchema(columns=(Column(name="label", kind="label"), Column(name="page", kind=kind), Column(name="x", kind="hex")))
-    rows = "".join(f"1\tp{row}\t{row % 2}\n" for row in range(100)) + "".join(f"1\tp{row}\t1\n" for row in (1, 3, 3, 9))
-    options = PreprocessOptions(
-        inputs=(write_log(rows.encode()),), output=tmp_path / "data", schema=schema, val_fraction=0, test_fraction=0.1
-    )
-    manifest = preprocess(options)
-    zeros = manifest.categorical_columns[0 if kind == "category" else 1].rows_at_zero["test"]
-    assert zeros == 10, "no page is frequent enough"
-    assert verify(manifest, options.output).repeated == 0
-
-
-def test_lists_of_equal_ids_in_equal_order_are_equal_content(tmp_path: Path, write_log: Callable[..., Path]) -> None:
-    schema = LogSchema(columns=(Column(name="label", kind="label"), Column(name="tags", kind="list")))
-    lists = ["|".join(f"t{word}" for word in range(first, first + length)) for first in range(20) for length in (0, 1, 2, 3)]
-    for change, repeated in ((lambda text: text, 1), (lambda text: "|".join(text.split("|")[::-1]), 21 / 61)):
-        days = ("".join(f"1\t{text}\n" for text in lists), "".join(f"1\t{change(text)}\n" for text in lists[::-1]))
-        inputs = tuple(write_log(day.encode(), f"day_{number}") for number, day in enumerate(days))
-        options = PreprocessOptions(
-            inputs=inputs, output=tmp_path / "data", schema=schema, split="day", min_count=1, overwrite=True
-        )
-        assert verify(preprocess(options), options.output).repeated == pytest.approx(repeated)
-
-
 def with_vocabulary(manifest: Manifest, folder: Path, change: Callable[[Path, Path], None]) -> Manifest:
     """Change C3's vocabulary and table; return the manifest with their new checksums."""
     column = manifest.categorical_columns[2]
@@ -216,47 +175,6 @@ def test_missing_vocabulary(data: tuple[Manifest, Path]) -> None:
         verify(without, folder)
 
 
-def test_description(data: tuple[Manifest, Path], tmp_path: Path) -> None:
-    manifest, folder = data
-    description = describe(manifest, folder)
-    frames = {split: [pd.read_parquet(folder / shard.path) for shard in of.shards] for split, of in manifest.splits.items()}
-    train = pd.concat(frames["train"])
-    for column in description.integers:
-        values = train[column.name]
-        assert sum(column.bins) == (values > 0).sum()
-        assert column.edges[0] == pytest.approx(np.log(2))
-        assert column.edges[1] == pytest.approx(values.max(), rel=1e-6)
-    for column in description.categories:
-        ids = train[column.name]
-        present = sum(bool(row[13 + int(column.name[1:])]) for row in ROWS[:320])
-        missing = 320 - present
-        assert column.coverage == pytest.approx([ids.between(1, top).mean() for top in (1, 10, 100, 1000, 10_000)])
-        assert column.shares[0] == pytest.approx(ids.value_counts().drop(0).max() / 320)
-        assert missing <= (ids == 0).sum()
-    text = to_text(description)
-    assert "train             320 rows  label rate" in text
-    for columns, header in ((description.categories, "category"), (description.integers, "integer")):
-        first = [line.partition(" ")[0] for line in text.splitlines()].index(header)
-        table = text.splitlines()[first : first + 1 + len(columns)]
-        assert [line.partition(" ")[0] for line in table] == [header, *(column.name for column in columns)], "names are on the left"
-        assert len({len(line) for line in table}) == 1, "columns are aligned"
-        assert not any(line.endswith(" ") for line in table), "numbers are on the right"
-    write_html(description, tmp_path / "page" / "data.html")
-    page = (tmp_path / "page" / "data.html").read_text()
-    assert page.count("<svg") == 13 + 26
-    assert "http" not in page
-
-
-def test_description_of_steep_counts(tmp_path: Path, write_log: Callable[..., Path]) -> None:
-    """Counts of 256 / rank at ranks 1, 2 and 4 follow Zipf's law with s = 1."""
-    values = [f"{rank:x}" for rank in (1, 2, 3, 4) for _ in range(256 // rank)]
-    rows = [["1"] + [""] * 13 + [value] + [""] * 25 for value in values]
-    options = PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", val_fraction=0, test_fraction=0)
-    column = describe(preprocess(options), options.output).categories[0]
-    assert column.zipf == pytest.approx(1)
-    assert column.coverage[0] == pytest.approx(256 / len(values))
-
-
 def test_torchrec_reads_npy(data: tuple[Manifest, Path], tmp_path: Path) -> None:
     manifest, folder = data
     export_npy(manifest, folder, tmp_path / "npy")
@@ -269,7 +187,33 @@ def test_torchrec_reads_npy(data: tuple[Manifest, Path], tmp_path: Path) -> None
             read = BinaryCriteoUtils.load_npy_range(path, 0, split_entry.rows)
             assert read.dtype == (np.float32 if part == "dense" else np.int32)
             np.testing.assert_array_equal(read, expected[names].to_numpy())
-    with pytest.raises(ValueError, match="already holds a finished result; add --overwrite"):
+    with pytest.raises(ValueError, match="already holds a finished result; add `overwrite`"):
         export_npy(manifest, folder, tmp_path / "npy")
     with pytest.raises(ValueError, match="has no labels; torchrec's files hold exactly one"):
         export_npy(replace(manifest, label=None), folder, tmp_path / "other")
+
+
+def test_sums_and_arrays_of_weights_and_labels(tmp_path: Path) -> None:
+    columns = tuple(
+        Column(name=name, kind=kind)  # type: ignore[arg-type]
+        for name, kind in {"click": "label", "buy": "label", "w": "weight", "c": "hex"}.items()
+    )
+    (tmp_path / "log").write_text("1,0,0.5,1\n0,1,2,1\n" * 20)
+    options = PreprocessOptions(
+        inputs=(tmp_path / "log",), output=tmp_path / "data", schema=LogSchema(columns=columns, separator=",")
+    )
+    manifest = preprocess(options)
+    assert manifest.weight is not None
+    means = manifest.weight.split_means | {"test": 0.5}
+    with pytest.raises(ValueError, match=r"test holds weights that sum to .*, but their mean is stated as 0.5"):
+        verify(replace(manifest, weight=replace(manifest.weight, split_means=means)), options.output)
+    buy = replace(manifest.other_labels[0], split_means=manifest.other_labels[0].split_means | {"val": 0.9})
+    with pytest.raises(ValueError, match=r"val holds .* labels of 1, but the mean of buy is stated as 0\.9"):
+        verify(replace(manifest, other_labels=(buy,)), options.output)
+    with pytest.raises(ValueError, match=r"has the labels click, buy; torchrec's files hold exactly one"):
+        export_npy(manifest, options.output, tmp_path / "npy")
+    one_label = LogSchema(columns=(columns[0], replace(columns[1], kind="ignore"), *columns[2:]), separator=",")
+    one = replace(options, output=tmp_path / "one", schema=one_label)
+    export_npy(preprocess(one), one.output, tmp_path / "npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "npy/test_weights.npy"), [[0.5], [2]] * 2)
+    assert np.load(tmp_path / "npy/test_dense.npy").shape == (4, 0)

@@ -53,7 +53,7 @@ def expected(model: Path, data: Path, split: str) -> np.ndarray:
 
 
 def test_a_data_set_is_not_overwritten_by_its_scores(model: Path, data: Path) -> None:
-    with pytest.raises(ValueError, match=r"--output .*manifest.json and --input .* overlap"):
+    with pytest.raises(ValueError, match=r"`output` .*manifest.json and `input` .* overlap"):
         options(model, data, data / "manifest.json", overwrite=True)
 
 
@@ -124,5 +124,5 @@ def test_new_days(model: Path, data: Path, tmp_path: Path) -> None:
         score(options(model, tmp_path / "new", tmp_path / "no", split="all"))
     with pytest.raises(ValueError, match=r"none\.pt2 doesn't exist"):
         score(options(tmp_path / "none.pt2", tmp_path / "new", tmp_path / "no"))
-    with pytest.raises(ValueError, match="scores already exists; add --overwrite to replace it"):
+    with pytest.raises(ValueError, match="scores already exists; add `overwrite` to replace it"):
         score(options(model, tmp_path / "new", tmp_path / "scores"))

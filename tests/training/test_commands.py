@@ -160,7 +160,6 @@ def test_no_command_replaces_files_of_something_else(
     for command, message in {
         ("report", "--run", run, "--output", "page/notes.toml"): "notes.toml exists and is not an HTML page; choose another name",
         ("report", "--run", run, "--output", "new.html"): "summary.json exists and is not a summary of runs: choose another folder",
-        ("describe", "--data", str(data_set), "--html", "page/notes.toml"): "notes.toml exists and is not an HTML page",
         ("export", "--checkpoint", run, "--output", "model.pt2"): "model.pt2 exists and is not a package of `comera export`",
         (
             "export",

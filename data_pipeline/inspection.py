@@ -1,4 +1,4 @@
-"""Lookup of a category's id by its text and, where the data set allows, of the text by its id.
+"""Inspection of data sets: a table of their columns, and single ids with their texts.
 
 A vocabulary stores hex digits as numbers and other texts as 64-bit hashes. So the id of any text can be looked up, but only hex
 digits can be recovered from an id.
@@ -20,7 +20,60 @@ from data_pipeline.manifest import CategoricalColumn, Manifest, check_file
 from data_pipeline.reference import bucket, hash_text
 from data_pipeline.schema import Kind, LogSchema
 
+TOP = (1, 10, 100, 1_000, 10_000)
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
+
+
+def to_text(manifest: Manifest, folder: Path) -> str:
+    """Format aligned tables of the splits and the columns.
+
+    `top k` is the share of the training split's values that have one of the first k ids, where values without an id count as not
+    covered. `Zipf s` is the best s for count ~ rank^-s, by least squares of logarithms at ranks 1, 2, 4, ... Both are left out if
+    another data set's vocabularies encoded this one. `0 in test` is the share of the test split's ids that are 0.
+
+    Raises:
+        ValueError: a vocabulary is missing, or its size differs from the manifest's.
+    """
+    lines = []
+    for name, split in manifest.splits.items():
+        rates = [f"  {label.name} rate {label.split_means[name]:.4f}" for label in manifest.labels if split.rows]
+        lines.append(f"{name:<6} {split.rows:>14,} rows" + "".join(rates))
+    rows = [["integer", "missing", "min", "max"]]
+    for integer in manifest.integer_columns:
+        rows.append([integer.name, f"{integer.missing / manifest.rows.written:.1%}", _number(integer.min), _number(integer.max)])
+    lines += ["", *_aligned(rows)] if len(rows) > 1 else []
+    rows = [["category", "distinct", "ids", "missing", "0 in test", *(f"top {k:,}" for k in TOP), "Zipf s"]]
+    test = manifest.splits["test"].rows
+    for column in manifest.categorical_columns:
+        zeros = f"{column.rows_at_zero['test'] / test:.1%}" if test and not column.is_list else ""
+        missing = f"{column.missing / manifest.rows.written:.1%}"
+        counts = np.empty(0, np.int64)
+        if column.vocabulary and not manifest.transformed:
+            counts = pq.read_table(check_file(column.vocabulary, folder), columns=["count"]).column("count").to_numpy()
+        cells = [column.name, _number(column.distinct), f"{column.num_embeddings:,}", missing, zeros]
+        rows.append([*cells, *_coverage(counts, column.rows_at_zero["train"]), _exponent(counts)])
+    return "\n".join(lines + (["", *_aligned(rows)] if len(rows) > 1 else []))
+
+
+def _coverage(counts: np.ndarray, zeros: int) -> list[str]:
+    covered = np.cumsum(counts)
+    return [f"{covered[min(k, len(covered)) - 1] / (covered[-1] + zeros):.1%}" if len(covered) else "" for k in TOP]
+
+
+def _exponent(counts: np.ndarray) -> str:
+    ranks = 2 ** np.arange(len(counts).bit_length())
+    if len(ranks) < 3:
+        return ""
+    return f"{-np.polyfit(np.log(ranks), np.log(np.sort(counts)[::-1][ranks - 1]), 1)[0]:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +98,16 @@ def find_id(manifest: Manifest, folder: Path, column: str, number: int) -> Entry
     """
     kind, described, _ = _column(manifest, folder, column)
     if not 0 <= number < described.num_embeddings:
-        raise ValueError(f"--id is {number}; ids of {column} are 0 to {described.num_embeddings - 1}")
+        raise ValueError(f"`id` is {number}; ids of {column} are 0 to {described.num_embeddings - 1}")
     if not number:
         return Entry(column=column, id=0, text=None, count=None)
     if described.boundaries is not None:
         ends = ["...", *(repr(end).removesuffix(".0") for end in described.boundaries), "..."]
         return Entry(column=column, id=number, text=f"from {ends[number - 1]} to below {ends[number]}", count=None)
     if not described.vocabulary:
-        raise ValueError(f"ids of {column} are hashes, each shared by many texts; ask for the id of a text with --text")
+        raise ValueError(f"ids of {column} are hashes, each shared by many texts; ask for the id of a text with `text`")
     if kind != "hex":
-        raise ValueError(f"the vocabulary of {column} stores hashes of texts, not texts; ask for the id of a text with --text")
+        raise ValueError(f"the vocabulary of {column} stores hashes of texts, not texts; ask for the id of a text with `text`")
     value, count = _entry(described, folder, number)
     return Entry(column=column, id=number, text=f"{value:08x}", count=count)
 
@@ -74,10 +127,10 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"--text is {text!r}; values of {column} are finite numbers")
+            raise ValueError(f"`text` is {text!r}; values of {column} are finite numbers")
         return Entry(column=column, id=bucket(number, described.boundaries), text=text, count=None)
     if kind == "hex" and not _HEX.fullmatch(text):
-        raise ValueError(f"--text is {text!r}; values of {column} are 1 to 8 hex digits")
+        raise ValueError(f"`text` is {text!r}; values of {column} are 1 to 8 hex digits")
     keys = np.array([[int(text, 16) if kind == "hex" else hash_text(text.encode("utf-8", "surrogateescape"))]], schema.key_dtype)
     if described.table:
         id_source: IdSource = TableIds(check_file(described.table, folder), schema.key_dtype)
@@ -93,7 +146,7 @@ def _column(manifest: Manifest, folder: Path, name: str) -> tuple[Kind, Categori
     schema = recorded_log(manifest, folder)
     described = {column.name: column for column in manifest.categorical_columns}
     if name not in described:
-        raise ValueError(f"--column {name}: {folder} has no such categorical column; choose one of {', '.join(described)[:200]}")
+        raise ValueError(f"`column` {name}: {folder} has no such categorical column; choose one of {', '.join(described)[:200]}")
     return schema.column_of(name).kind, described[name], schema
 
 
