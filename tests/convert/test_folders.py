@@ -35,6 +35,12 @@ def write(folder: Path, state: dict[str, Any]) -> Path:
     return folder
 
 
+def record_of(metadata: bytes) -> str:
+    """A checkpoint's record whose checksums fit its description of tensors."""
+    checksums = {"record_checksum": zlib.crc32(json.dumps({}).encode()), "checksums": {".metadata": zlib.crc32(metadata)}}
+    return json.dumps({"format": 2, "record": {}, **checksums})
+
+
 def test_a_folder_that_torch_wrote_is_read(tmp_path: Path) -> None:
     weight = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
     folder = write(tmp_path / "saved", {"weight": weight, "epoch": 3, "nested": {"momentum": torch.ones(2)}})
@@ -48,7 +54,7 @@ def test_metadata_that_names_code_runs_nothing(tmp_path: Path) -> None:
     folder, made = write(tmp_path / "step_00000001", {"weight": torch.ones(2)}), tmp_path / "made"
     metadata = pickle.dumps(Touch(made))
     (folder / ".metadata").write_bytes(metadata)
-    (folder / "record.json").write_text(json.dumps({"format": 2, "record": {}, "checksums": {".metadata": zlib.crc32(metadata)}}))
+    (folder / "record.json").write_text(record_of(metadata))
     with pytest.raises(ValueError, match=r"cannot be loaded \(its \.metadata names .*, which describes no tensor\)"):
         open_checkpoint(folder)
     assert not made.exists()
@@ -63,7 +69,7 @@ def crafted(folder: Path, change: Callable[[Metadata], object]) -> Path:
     change(metadata)
     content = pickle.dumps(metadata)
     (folder / ".metadata").write_bytes(content)
-    (folder / "record.json").write_text(json.dumps({"format": 2, "record": {}, "checksums": {".metadata": zlib.crc32(content)}}))
+    (folder / "record.json").write_text(record_of(content))
     return folder
 
 
@@ -106,7 +112,7 @@ def test_a_crafted_description_is_refused_in_one_line(change: Callable[[Metadata
 
 def test_a_damaged_tensor_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = crafted(tmp_path / "step_00000001", lambda metadata: place(metadata, offset=8, length=100))
-    with pytest.raises(ValueError, match=r"step_00000001 cannot be loaded \(.+\): remove it, or give another$"):
+    with pytest.raises(ValueError, match=r"step_00000001 cannot be loaded \(.+\): remove it"):
         open_checkpoint(folder).read(["weight"])
 
 
