@@ -10,11 +10,11 @@ package in a process that has loaded torch, and the memory (MiB) that it adds to
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +25,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import aoti_compile_and_package
+from torch._inductor.utils import fresh_cache
+from torch.export import Dim
 from torchrec import KeyedJaggedTensor
-from torchrec.models.dlrm import DLRM
+from torchrec.models.dlrm import DLRM, InteractionArch
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantizedCollection
 
@@ -39,12 +42,10 @@ from benchmarks.harness.timing import alternate
 from benchmarks.harness.workload import Sizes
 from benchmarks.lookup.tables import KAGGLE, ZIPF
 from comera_rec.ops.native import LIBRARY
-from comera_rec.ops.served_bags import DTYPES, ServedTable
+from comera_rec.ops.served_bags import ServedTable
 from comera_rec.ops.served_bags.reference import rows_of
-from comera_rec.serving.export import FORMS, compile_package
-from comera_rec.serving.flat import FlatModel
-from comera_rec.serving.package import FORMAT_VERSION, ModelMetadata, ServingModel
-from comera_rec.serving.tables import served_tables
+from comera_rec.serving.package import ServingModel
+from comera_rec.serving.tables import served_table
 
 INTEGERS, REQUESTS = 13, 64
 OURS = {  # form, dtype
@@ -129,20 +130,45 @@ def providers(
     model: DLRM, case: ServeCase, folder: Path
 ) -> tuple[dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]], dict[str, Path]]:
     """Provider -> function that answers a request, and provider -> package for those that have one."""
-    tables = served_tables(model.sparse_arch.embedding_bag_collection)
     calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
     packages = {}
+    dense, values, lengths = draw_request(case)
+    sample = dense, KeyedJaggedTensor([f"f{t}" for t in range(len(case.rows))], values, lengths=lengths)
     for name, (form, dtype) in OURS.items():
         packages[name] = folder / f"{name}.pt2"
-        _compile(FlatModel(model, FORMS[form](tables, DTYPES[dtype])), case, packages[name], form)
-        calls[name] = ServingModel(packages[name])
-    dense = cr.export_dense(copy.deepcopy(model.dense_arch)), cr.export_dense(copy.deepcopy(model.over_arch))
+        with torch.inference_mode(False):
+            cr.export(_Probabilities(model), sample, packages[name], form=form, dtype=dtype)
+        calls[name] = partial(_first_output, ServingModel(packages[name]))
     packages[COMPILED] = folder / "dense.pt2"
-    rival = FlatModel(model, CompiledLookup(quantized_collection(tables)))
-    rival.dense_arch, rival.over_arch = dense
-    _compile(rival, case, packages[COMPILED], "portable")
+    rival = CompiledModel(model, quantized_collection(served_tables(model))).eval()
+    rival.compile_to(packages[COMPILED], len(case.rows))
     calls[COMPILED] = torch._inductor.aoti_load_package(str(packages[COMPILED]))
     return calls, packages
+
+
+class _Probabilities(nn.Module):
+    def __init__(self, model: DLRM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        probabilities: Tensor = self.model(dense, features).squeeze(1).sigmoid()
+        return probabilities
+
+
+def _first_output(model: ServingModel, *inputs: Tensor) -> Tensor:
+    return model(*inputs)[0]
+
+
+def served_tables(model: DLRM) -> list[ServedTable]:
+    """Convert the tables of a model to their serving form."""
+    collection: cr.TTEmbeddingBagCollection = model.sparse_arch.embedding_bag_collection
+    dense = collection.dense_bags.state_dict() if collection.dense_bags is not None else {}
+    names = [config.name for config in collection.embedding_bag_configs()]
+    return [
+        served_table(collection.tt_bag(name) if name in collection.tt_bags else dense[f"embedding_bags.{name}.weight"])
+        for name in names
+    ]
 
 
 def quantized_collection(tables: Sequence[ServedTable]) -> QuantizedCollection:
@@ -167,7 +193,7 @@ def _quantized(table: ServedTable) -> tuple[Tensor, Tensor]:
 
 
 class CompiledLookup(nn.Module):
-    """The single lookup of a quantized collection, called like `PortableTables`.
+    """The single lookup of a quantized collection, after a leading vector [B, N].
 
     torch.export can't trace the collection or its FBGEMM module, which both hold an object without a fake class, so this calls
     their operator on their tensors.
@@ -198,6 +224,32 @@ class CompiledLookup(nn.Module):
             **self.settings,
         )
         return torch.cat([lead, bags], dim=1).view(lead.shape[0], -1, lead.shape[1])
+
+
+class CompiledModel(nn.Module):
+    """A DLRM over a quantized collection, with dense MLPs; its inputs are those of our packages."""
+
+    def __init__(self, model: DLRM, collection: QuantizedCollection) -> None:
+        super().__init__()
+        self.lookup, self.inter_arch = CompiledLookup(collection), InteractionArch(model.inter_arch.F)
+        self.dense_arch, self.over_arch = cr.export_dense(model.dense_arch), cr.export_dense(model.over_arch)
+
+    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        lead = self.dense_arch(dense)
+        features = self.lookup(lead, values, lengths)[:, 1:]
+        probabilities: Tensor = self.over_arch(self.inter_arch(lead, features)).squeeze(1).sigmoid()
+        return probabilities
+
+    def compile_to(self, path: Path, features: int) -> None:
+        """Write the package."""
+        rows, count = Dim("rows"), Dim("count")
+        shapes = {"dense": {0: rows}, "values": {0: count}, "lengths": {0: features * rows}}
+        ids, lengths = torch.zeros(2, 3 * features, dtype=torch.long)
+        with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            inputs = torch.zeros(3, INTEGERS), ids.clone(), lengths.clone() + 1
+            program = torch.export.export(self, inputs, dynamic_shapes=shapes, strict=True)
+            with fresh_cache():
+                aoti_compile_and_package(program, package_path=str(path))
 
 
 def scores(model: DLRM, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
@@ -251,25 +303,3 @@ print(json.dumps({"ms": 1000 * seconds, "mib": resident() - before}))
 
 def _on_request(call: Callable[..., Tensor], requests: list[tuple[Tensor, Tensor, Tensor]], turn: int) -> Tensor:
     return call(*requests[turn % len(requests)])
-
-
-def _compile(flat: nn.Module, case: ServeCase, path: Path, form: str) -> None:
-    metadata = ModelMetadata(
-        format_version=FORMAT_VERSION,
-        dense=tuple(f"i{k}" for k in range(INTEGERS)),
-        offsets=(None,) * INTEGERS,
-        categorical={f"f{t}": rows for t, rows in enumerate(case.rows)},
-        checksums={},
-        library_version="",
-        torch_version=torch.__version__,
-        form=form,
-        dtype=case.dtype,
-        formed_rows=0,
-        auc=None,
-        ne=None,
-        trained_auc=None,
-        trained_ne=None,
-        data="",
-    )
-    with torch.inference_mode(False):
-        compile_package(flat.eval(), path, metadata)

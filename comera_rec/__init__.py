@@ -6,6 +6,7 @@ Names are imported when first used, because preprocessing needs neither torch no
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
         build_dlrm,
     )
     from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
+    from comera_rec.serving.export import export
     from comera_rec.tt import TTShape
 
-_LAYERS = ("tt", "nn", "rank", "recsys", "convert", "recsys.sharding", "data.order")  # cheapest import first
+_LAYERS = ("tt", "nn", "rank", "recsys", "convert", "recsys.sharding", "data.order", "serving.export")  # cheapest import first
 
 __version__ = "0.2.0"
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "build_dlrm",
     "compress_",
     "compression_report",
+    "export",
     "export_dense",
     "similarity_order",
 ]
@@ -52,9 +55,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for layer in _LAYERS if name in __all__ else ():
         module = importlib.import_module(f"comera_rec.{layer}")
-        if hasattr(module, name):
-            globals()[name] = getattr(module, name)
-            return globals()[name]
+        found = getattr(module, name, None)
+        if found is not None and not isinstance(found, ModuleType):  # convert.export is another module
+            globals()[name] = found
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -10,12 +10,11 @@ import click
 import torch
 
 from comera_rec.cli.train import load_reachable_config
-from comera_rec.cli.types import BYTES
 from comera_rec.convert import compression_report, export_dense
 from comera_rec.data import ParquetBatches
 from comera_rec.ops.served_bags import DTYPES
-from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
-from comera_rec.serving.triton import export_repository
+from comera_rec.serving.forms import FORMS
+from comera_rec.serving.runs import export_run
 from comera_rec.training.compress import compress_run
 from comera_rec.training.evaluation import evaluate as evaluate_model
 from comera_rec.training.model import Schema
@@ -69,7 +68,13 @@ def compress(run: str, config_path: str, output: str, overrides: tuple[str, ...]
 
 @click.command()
 @click.option("--checkpoint", "run", required=True, type=click.Path(path_type=Path), metavar="RUN", help="Folder of a run.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="MODEL.pt2|DIR/", help="The file, or a dense model's folder.")
+@click.option(
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="MODEL.pt2|DIR/",
+    help="The file, or a dense model's folder.",
+)
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; default the one the run was trained on.")
 @click.option(
     "--form",
@@ -79,13 +84,11 @@ def compress(run: str, config_path: str, output: str, overrides: tuple[str, ...]
     help="fast: needs libcomera_rec.so, which is copied beside it.",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
-@click.option("--expand", type=BYTES, default=0, help="Bytes for rows of the most frequent ids, formed in advance: 4MiB.")
 @click.option("--last", is_flag=True, help="Use the last checkpoint even if the run keeps its best one.")
-@click.option("--triton", type=click.Path(path_type=Path), metavar="DIR", help="A Triton model repository, instead of --output.")
-def export(run: Path, output: Path | None, triton: Path | None, **options: Any) -> None:
+def export(run: Path, output: Path, **options: Any) -> None:
     """Export a run's model as one file for serving, or as a dense model.
 
-    MODEL.pt2 is compiled by AOTInductor: it runs in Python, C++ and Triton Inference Server, takes dense [B, I] float32, values [V]
+    MODEL.pt2 is compiled by AOTInductor: it runs in Python and C++, takes dense [B, I] float32, values [V]
     int64 column by column and lengths [F * B] int64, and returns probabilities [B]. The form `portable` needs only torch.
     DIR/model.pt is the state dict of the dense model, such as TorchRec's DLRM over an EmbeddingBagCollection; DIR/model.json has
     its tables and layer sizes. Keys of model.pt have tables' names
@@ -94,25 +97,18 @@ def export(run: Path, output: Path | None, triton: Path | None, **options: Any) 
     \b
     Example:
       comera export --checkpoint runs/compressed --output model.pt2 --form fast --dtype int8
-      comera export --checkpoint runs/compressed --triton repository/
       comera export --checkpoint runs/compressed --output exported/
     """
-    if (output is None) == (triton is None):
-        raise click.UsageError("give --output or --triton")
-    if triton is not None:
-        folder, metadata = export_repository(ExportOptions(run=run, **options), triton)
-        written = folder / PACKAGE
-    elif output is not None and output.suffix == ".pt2":
-        metadata, written = export_run(ExportOptions(run=run, **options), output), output
-    else:
-        assert output is not None
+    if output.suffix != ".pt2":
         _export_dense(run, output, last=options["last"])
         return
+    metadata = export_run(run, output, **options)
     quality = "AUC and NE are undefined, because all labels are equal"
-    if metadata.ne is not None and metadata.trained_ne is not None:
-        change = round(100 * (metadata.ne / metadata.trained_ne - 1), 3) + 0.0  # without a minus before 0
-        quality = f"AUC {metadata.auc:.4f}, NE {metadata.ne:.4f} ({change:+.3f} % from the run's)"
-    click.echo(f"wrote {written}: {written.stat().st_size:,} bytes, {quality}")
+    record = metadata.run
+    if record is not None and record.ne is not None and record.trained_ne is not None:
+        change = round(100 * (record.ne / record.trained_ne - 1), 3) + 0.0  # without a minus before 0
+        quality = f"AUC {record.auc:.4f}, NE {record.ne:.4f} ({change:+.3f} % from the run's)"
+    click.echo(f"wrote {output}: {output.stat().st_size:,} bytes, {quality}")
 
 
 def _export_dense(run: Path, output: Path, *, last: bool) -> None:

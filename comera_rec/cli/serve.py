@@ -11,7 +11,7 @@ try:
     from comera_rec.serving.server import ServeOptions
     from comera_rec.serving.server import serve as answer_requests
 except ModuleNotFoundError as error:
-    needed = "httptools orjson prometheus-client starlette uvicorn uvloop"  # the extra `serve`
+    needed = "httptools orjson prometheus-client uvloop"  # the extra `serve`
     raise click.ClickException(f"{error.name} is not installed: run pip install {needed}") from error
 
 _PATH = click.Path(path_type=Path)
@@ -24,7 +24,6 @@ _PATH = click.Path(path_type=Path)
 @click.option("--port", default=8000, show_default=True, help="Port to listen on; 0 for a free one.")
 @click.option("--threads", default=1, show_default=True, help="Threads that the model may use.")
 @click.option("--max-batch", default=256, show_default=True, help="Maximum rows of a model call that answers several requests.")
-@click.option("--max-wait-ms", default=0.0, show_default=True, help="Milliseconds a request waits for others to join.")
 @click.option("--max-queue", default=16_384, show_default=True, help="Maximum rows that wait; further requests are answered 503.")
 @click.option("--max-rows", default=4096, show_default=True, help="Maximum rows of a request, 1 or more; a longer one is refused.")
 @click.option("--max-body", default=8 << 20, show_default=True, metavar="BYTES", help="Maximum bytes of a request, 1 or more.")

@@ -1,7 +1,4 @@
-"""Joins requests that arrive together into one call of the model.
-
-F categorical columns, R requests.
-"""
+"""Joins requests that arrive together into one call of the model."""
 
 from __future__ import annotations
 
@@ -13,14 +10,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from comera_rec.serving.package import ServingModel
-from data_pipeline.encoder import Flat
+from comera_rec.serving.package import ModelMetadata, ServingModel, TensorInput
+
+Outputs = list[np.ndarray] | Exception
 
 
 class _Waiting(NamedTuple):
     model: ServingModel
-    rows: Flat
-    scores: asyncio.Future[np.ndarray]
+    tensors: Sequence[np.ndarray]
+    rows: int
+    done: Callable[[Outputs], None]
 
 
 class Overloaded(Exception):
@@ -28,89 +27,86 @@ class Overloaded(Exception):
 
 
 class Batcher:
-    """A queue of requests that fills while the model runs, and for a short time before.
+    """A queue of requests that fills while the model runs, and while the event loop reads what has arrived.
 
     The model runs in the event loop's thread. It holds Python's lock anyway, so another thread would add switches but no speed.
 
     Args:
         max_rows: largest number of rows in a call, unless a single request has more.
-        max_wait: seconds that the first request of a call waits for others.
         max_queue: largest number of rows that wait, unless a single request has more.
         observe: called with the number of rows of every call.
     """
 
-    def __init__(
-        self, *, max_rows: int, max_wait: float, max_queue: int, observe: Callable[[int], object] = lambda rows: None
-    ) -> None:
-        self._max_rows, self._max_wait, self._max_queue, self._observe = max_rows, max_wait, max_queue, observe
+    def __init__(self, *, max_rows: int, max_queue: int, observe: Callable[[int], object] = lambda rows: None) -> None:
+        self._max_rows, self._max_queue, self._observe = max_rows, max_queue, observe
         self._waiting: deque[_Waiting] = deque()
-        self._waiting_rows = 0
-        self._arrived = asyncio.Event()
+        self.waiting_rows = 0
 
-    async def score(self, model: ServingModel, rows: Flat) -> np.ndarray:
-        """Return the probabilities of a request's rows.
+    def add(self, model: ServingModel, tensors: Sequence[np.ndarray], rows: int, done: Callable[[Outputs], None]) -> None:
+        """Queue a request; `done` is called with its outputs, or with what the model raised for it.
 
         Raises:
             Overloaded: too many rows wait already.
-            ValueError: as raised by the model; other requests of the same call are not affected.
         """
-        if self._waiting_rows and self._waiting_rows + len(rows.dense) > self._max_queue:
+        if self.waiting_rows and self.waiting_rows + rows > self._max_queue:
             raise Overloaded
-        self._waiting_rows += len(rows.dense)
-        scores: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(model, rows, scores))
-        self._arrived.set()
-        return await scores
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+        self.waiting_rows += rows
+        self._waiting.append(_Waiting(model, tensors, rows, done))
 
-    async def run(self) -> None:
-        """Answer requests until canceled."""
-        while True:
-            await self._arrived.wait()
-            if self._waiting_rows < self._max_rows:
-                await asyncio.sleep(self._max_wait)
-            _answer(self._take())
-            if not self._waiting:
-                self._arrived.clear()
-            await asyncio.sleep(0)  # lets answers go out and requests come in
-
-    def _take(self) -> list[_Waiting]:
-        """Take the first requests, all for one model, that fit in a call."""
+    def _run(self) -> None:
+        """Answer the first requests, all for one model, that fit in a call."""
         taken = [self._waiting.popleft()]
-        rows = len(taken[0].rows.dense)
-        while self._waiting and self._waiting[0].model is taken[0].model:
-            more = len(self._waiting[0].rows.dense)
-            if rows + more > self._max_rows:
+        model, rows = taken[0].model, taken[0].rows
+        while self._waiting and self._waiting[0].model is model and model.metadata.is_by_row:
+            if rows + self._waiting[0].rows > self._max_rows:
                 break
             taken.append(self._waiting.popleft())
-            rows += more
-        self._waiting_rows -= rows
+            rows += taken[-1].rows
+        self.waiting_rows -= rows
         self._observe(rows)
-        return taken
+        _answer(taken)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
 
 
 def _answer(requests: Sequence[_Waiting]) -> None:
+    model = requests[0].model
     try:
+        merged = merge([request.tensors for request in requests], model.metadata)
         with torch.inference_mode():
-            scores: np.ndarray = requests[0].model(*map(torch.from_numpy, merge([request.rows for request in requests]))).numpy()
+            outputs = [output.numpy() for output in model.run(*map(torch.from_numpy, merged))]
     except Exception as error:
-        if len(requests) > 1:  # find the one at fault
-            for request in requests:
-                _answer([request])
-        elif not requests[0].scores.done():
-            requests[0].scores.set_exception(error)
+        if len(requests) == 1:
+            requests[0].done(error)
+            return
+        for request in requests:  # find the one at fault
+            _answer([request])
         return
-    ends = np.cumsum([len(request.rows.dense) for request in requests])
-    for request, request_scores in zip(requests, np.split(scores, ends[:-1]), strict=True):
-        if not request.scores.done():  # done if its client has left
-            request.scores.set_result(request_scores)
+    if len(requests) == 1:
+        requests[0].done(outputs)
+        return
+    begin = 0
+    for request in requests:
+        request.done([output[begin : begin + request.rows] for output in outputs])
+        begin += request.rows
 
 
-def merge(requests: Sequence[Flat]) -> Flat:
-    """Concatenate the rows of requests; values and lengths stay column by column."""
+def merge(requests: Sequence[Sequence[np.ndarray]], metadata: ModelMetadata) -> Sequence[np.ndarray]:
+    """Concatenate the rows of requests; the tensors of a KeyedJaggedTensor stay key by key."""
     if len(requests) == 1:
         return requests[0]
-    dense = np.concatenate([request.dense for request in requests])
-    lengths = [request.lengths.reshape(-1, len(request.dense)) for request in requests]
-    columns = [np.split(request.values, np.cumsum(each.sum(1))[:-1]) for request, each in zip(requests, lengths, strict=True)]
-    values = [request_columns[column] for column in range(len(lengths[0])) for request_columns in columns]
-    return Flat(dense, np.concatenate(values), np.concatenate(lengths, axis=1).ravel())
+    left, merged = zip(*requests, strict=True), list[np.ndarray]()
+    tensors = iter(left)
+    for each in metadata.inputs:
+        if isinstance(each, TensorInput):
+            merged.append(np.concatenate(next(tensors)))
+            continue
+        values, all_lengths, *weights = (next(tensors) for _ in each.names)
+        lengths = [request_lengths.reshape(len(each.keys), -1) for request_lengths in all_lengths]
+        keys = np.tile(np.arange(len(each.keys)), len(requests)).repeat(np.concatenate([part.sum(1) for part in lengths]))
+        order = keys.argsort(kind="stable")
+        parts = [np.concatenate(values)[order], np.concatenate(lengths, axis=1).ravel()]
+        merged += [*parts, *(np.concatenate(part)[order] for part in weights)]
+    return merged

@@ -1,99 +1,95 @@
-"""Export of a trained run as a package: tables in serving form, evaluated on the test split, compiled."""
+"""Export of a model as a package: tables in serving form, captured, compiled, and compared with the model."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 from torch._inductor import aoti_compile_and_package
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import fresh_cache
-from torch.export import Dim
-from torchrec import KeyedJaggedTensor
-from torchrec.models.deepfm import SimpleDeepFMNN
-from torchrec.models.dlrm import DLRM
+from torch.export import Dim, ExportedProgram
+from torchrec.distributed.types import ShardedModule
 
-from comera_rec.data import ParquetBatches
 from comera_rec.ops.native import LIBRARY
-from comera_rec.ops.served_bags import DTYPES, row_bytes
-from comera_rec.recsys import WideDeep
-from comera_rec.serving.fast import FastTables
-from comera_rec.serving.flat import FlatModel
-from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata, require_package, seal
-from comera_rec.serving.portable import PortableTables
-from comera_rec.serving.tables import expand, served_tables
-from comera_rec.serving.vocabularies import offsets_of
-from comera_rec.training.evaluation import evaluate
-from comera_rec.training.metrics import OneClass
-from comera_rec.training.model import Schema
-from comera_rec.training.runs import load_run
-from data_pipeline.manifest import CategoricalColumn, Manifest, read_manifest
-
-FORMS = {"portable": PortableTables, "fast": FastTables}
-PACKAGE = "model.pt2"
+from comera_rec.ops.served_bags import DTYPES
+from comera_rec.serving.arguments import (
+    datatype_of,
+    described,
+    flattened,
+    leaves,
+    named_arguments,
+    named_outputs,
+    rebuilt,
+    select_rows,
+)  # fmt: skip
+from comera_rec.serving.decompositions import DECOMPOSITIONS
+from comera_rec.serving.forms import FORMS, id_limits, serving_copy
+from comera_rec.serving.package import FORMAT_VERSION, FeatureInput, ModelMetadata, TensorInput, require_package, seal
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Options of an export.
+def export(
+    model: nn.Module, sample_batch: Any, path: str | Path, *, form: str = "portable", dtype: str = "float32"
+) -> ModelMetadata:
+    """Write a model as one file that runs without Python and this library, for any number of rows and ids.
 
-    Attributes:
-        run: folder of a run.
-        data: folder of the data set that the run was trained on; None takes the one in the run's config.
-        form: "portable", with torch's operators alone, or "fast", with this library's.
+    The file is compiled by AOTInductor (`torch._inductor.aoti_load_package` loads it, and so do C++ programs and `ServingModel`).
+    It takes and returns plain tensors: those in the arguments of `forward`, in order, and for each KeyedJaggedTensor its values
+    and lengths, int64, and its weights if it has any. Every tensor whose first dimension is the sample's number of rows may have
+    any number of rows.
+
+    Tables of our collections and of TorchRec's, TT layers and managed collisions get their serving form; everything else is
+    captured as it is, in evaluation mode, on the CPU. Before the file is put in place, its outputs are compared with the model's,
+    on the sample, on one row of it, and on three times as many rows.
+
+    Args:
+        model: any module; left as it is. A model without compressed tables is fine, too.
+        sample_batch: the arguments of `forward`: a tuple, a dict by name, or a single argument. They are tensors,
+            KeyedJaggedTensors, and tuples, lists, dicts and dataclasses of them; numbers and strings become constants.
+        path: the file, MODEL.pt2.
+        form: "portable", with torch's operators alone, or "fast", with those of the library that is put beside the file.
         dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
-        expand: bytes for rows of the most frequent ids, which are formed in advance.
-        last: use the last checkpoint even if the run keeps its best one.
 
     Raises:
-        ValueError: for an unknown form or type, or negative bytes.
-    """
-
-    run: Path
-    data: Path | None = None
-    form: str = "portable"
-    dtype: str = "float32"
-    expand: int = 0
-    last: bool = False
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"form is {self.form!r}: choose {' or '.join(map(repr, FORMS))}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(map(repr, DTYPES))}")
-        if self.expand < 0:
-            raise ValueError(f"expand is {self.expand}: give bytes, or 0 for none")
-
-
-def export_run(options: ExportOptions, output: Path) -> ModelMetadata:
-    """Write a run as a package to `output`; for the form "fast", also copy the library of operators to its folder.
+        ValueError: for an unknown form or type, a path that holds something else, a sample that `forward` doesn't take, a model
+            that can't be captured, or a package that returns other numbers than the model.
 
     Returns:
-        The metadata of the package.
-
-    Raises:
-        ValueError: for a folder without a checkpoint, a model without tables or of Wide & Deep, a data set that is missing or
-            isn't the run's, or an output that is no package.
+        The metadata of the package, with the names of inputs and outputs.
     """
-    if output.is_dir():
-        raise ValueError(f"{output} is a folder: name a file, such as {output / PACKAGE}")
-    require_package(output)
-    with work_folder(output) as work:
-        metadata = build_package(options, work)
-        for library in work.glob(LIBRARY.name):
-            library.replace(output.with_name(library.name))
-        (work / PACKAGE).replace(output)
+    path = Path(path)
+    require_output(path)
+    with work_folder(path) as work:
+        metadata = write_package(model, sample_batch, work / path.name, form=form, dtype=dtype)
+        seal(work / path.name, metadata)
+        put_in_place(work / path.name, path)
     return metadata
+
+
+def put_in_place(written: Path, path: Path) -> None:
+    """Rename a package, and the library beside it, to where they belong."""
+    for library in written.parent.glob(LIBRARY.name):
+        library.replace(path.with_name(library.name))
+    written.replace(path)
+
+
+def require_output(path: Path) -> None:
+    """Raise ValueError for a path that no package can be written to."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file, such as {path / 'model.pt2'}")
+    if path.suffix != ".pt2":
+        raise ValueError(f"{path} doesn't end in .pt2: name a file such as model.pt2")
+    require_package(path)
 
 
 @contextmanager
@@ -105,99 +101,162 @@ def work_folder(output: Path) -> Iterator[Path]:
         yield Path(work)
 
 
-def build_package(options: ExportOptions, folder: Path) -> ModelMetadata:
-    """Write model.pt2 into a folder and, for the form "fast", the library of operators; errors as `export_run`."""
-    flat, metadata = flatten_run(options)
-    compile_package(flat, folder / PACKAGE, metadata)
-    if options.form == "fast":
-        shutil.copyfile(LIBRARY, folder / LIBRARY.name)
-    return metadata
+def write_package(
+    model: nn.Module, sample_batch: Any, path: Path, *, form: str, dtype: str, facts: Mapping[str, str] | None = None
+) -> ModelMetadata:
+    """Write a package without its metadata and, for the form "fast", the library of operators beside it.
 
-
-def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
-    """Return a run's model in the form to compile, and its metadata; errors as `export_run`."""
-    model, config, schema = load_run(options.run, last=options.last)
-    data = options.data or Path(config.data.path)
-    manifest = read_manifest(data)
-    if schema.differences(Schema.from_manifest(manifest)):
-        raise ValueError(
-            f"{options.run} was trained with other columns or vocabularies than {data} has: give the data set of the run"
-        )
-    if not isinstance(model, DLRM | SimpleDeepFMNN | WideDeep):
-        raise ValueError(f"{options.run} holds a model without tables (tables.format is 'off'): export one with tables")
-    tables = served_tables(model.sparse_arch.embedding_bag_collection)
-    if options.expand:
-        counts = [_counts(column, manifest, data) for column in manifest.categorical_columns]
-        tables = expand(tables, counts, options.expand, row_bytes(tables[0].columns, DTYPES[options.dtype]))
-    flat = FlatModel(model, FORMS[options.form](tables, DTYPES[options.dtype])).eval()
-    split = next(name for name in ("test", "val", "train") if manifest.splits[name].rows)  # as the run was evaluated
-    batches = ParquetBatches(data, split, batch_size=config.data.eval_batch_size)
-    try:
-        trained, served = (evaluate(each, batches, torch.device("cpu")) for each in (model, _Logits(flat, list(schema.sparse))))
-    except OneClass:
-        trained = served = {"auc": None, "ne": None}
-    vocabularies = {column.name: column.vocabulary for column in manifest.categorical_columns}
-    metadata = ModelMetadata(
+    Arguments, errors and what is returned are as for `export`; `facts` are for programs that read no JSON.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}: choose {' or '.join(map(repr, FORMS))}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: choose one of {', '.join(map(repr, DTYPES))}")
+    if any(isinstance(module, ShardedModule) for module in model.modules()):
+        raise ValueError("the model is sharded: load its state into the model as it was before DistributedModelParallel")
+    if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError("the model is not on the CPU: give model.cpu(), or a copy of it")
+    arguments = named_arguments(model, sample_batch)
+    template, rows = described(arguments)
+    inputs = [leaf for _, leaf in leaves(template)]
+    batches = {count: select_rows(arguments, rows, torch.arange(count) % rows) for count in (rows, 1, 2 * rows, 3 * rows)}
+    flat_batches = {count: flattened(batch) for count, batch in batches.items()}
+    with _evaluating(model):
+        expected = {count: _outputs(model, batch) for count, batch in batches.items()}
+        served, called = serving_copy(model, batches[rows], form, dtype)
+        flat = _FlatModel(served, template)
+        if dtype != "float32":  # the copy's rounded tables are what was asked for
+            expected = {count: dict(zip(expected[rows], flat(*tensors), strict=True)) for count, tensors in flat_batches.items()}
+        program = _captured(flat, flat_batches[2 * rows], inputs, form)
+    _compile(program, path, facts or {})
+    package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+    for count, tensors in flat_batches.items():
+        try:
+            outputs = package.run(tensors)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the package fails on {count} rows ({_one_line(error)}): give a model that takes any number"
+            ) from error
+        _require_same(expected[count], outputs, count)
+    if form == "fast":
+        shutil.copyfile(LIBRARY, path.with_name(LIBRARY.name))
+    given = [leaf for _, leaf in leaves(batches[rows])]
+    return ModelMetadata(
         format_version=FORMAT_VERSION,
-        dense=schema.dense,
-        offsets=offsets_of(manifest),
-        categorical=schema.sparse,
-        checksums={name: None if file is None else file.sha256 for name, file in vocabularies.items()},
+        inputs=tuple(
+            replace(each, keys=id_limits(features, called)) if isinstance(each, FeatureInput) else each
+            for each, features in zip(inputs, given, strict=True)
+        ),
+        outputs=tuple(_described_outputs(expected[rows], expected[3 * rows], rows)),
         library_version=version("comera-rec"),
         torch_version=torch.__version__,
-        form=options.form,
-        dtype=options.dtype,
-        formed_rows=sum(len(table.formed) for table in tables if table.cores),
-        labels=schema.labels,
-        auc=served["auc"],
-        ne=served["ne"],
-        trained_auc=trained["auc"],
-        trained_ne=trained["ne"],
-        data=str(data.absolute()),
+        form=form,
+        dtype=dtype,
     )
-    return flat, metadata
 
 
-class _Logits(nn.Module):
-    """A model of flat inputs with the signature that evaluation calls."""
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode, without gradients, for a while."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
-    def __init__(self, flat: FlatModel, columns: list[str]) -> None:
+
+def _outputs(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    try:
+        return dict(named_outputs(model(**arguments)))
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"forward fails on sample_batch: {type(error).__name__}: {_one_line(error)}") from error
+
+
+class _FlatModel(nn.Module):
+    """A model that takes and returns plain tensors."""
+
+    def __init__(self, model: nn.Module, template: dict[str, Any]) -> None:
         super().__init__()
-        self.flat, self.columns = flat, columns
+        self.model, self.template = model, template
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        by_column = sparse.to_dict()
-        values, lengths = ([getattr(by_column[name], part)() for name in self.columns] for part in ("values", "lengths"))
-        return self.flat.logits(dense, torch.cat(values), torch.cat(lengths).long()).view(len(dense), -1)
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(dict(named_outputs(self.model(**rebuilt(self.template, tensors)))).values())
 
 
-def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> None:
-    """Compile a model of flat inputs by AOTInductor, for any number of rows and values."""
-    batch, values, example = Dim("batch"), Dim("values"), 3
-    features = len(metadata.categorical)
-    count = features * example
-    inputs = torch.zeros(example, len(metadata.dense)), torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.long)
-    shapes = {"dense": {0: batch}, "values": {0: values}, "lengths": {0: features * batch}}
-    settings: dict[str, Any] = {
-        "aot_inductor.metadata": {
-            METADATA_KEY: metadata.to_json(),
-            "integer_columns": str(len(metadata.dense)),  # for C++
-            "table_rows": " ".join(map(str, metadata.categorical.values())),
-        }
-    }
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=True)
+def _captured(
+    flat: nn.Module, tensors: Sequence[Tensor], inputs: Sequence[TensorInput | FeatureInput], form: str
+) -> ExportedProgram:
+    """Capture a model of plain tensors for any number of rows and ids.
+
+    Raises:
+        ValueError: for what can't be captured, or for operators that packages of this form lack.
+    """
+    batch, shapes = Dim("batch"), list[dict[int, Any]]()
+    for number, each in enumerate(inputs):
+        if isinstance(each, TensorInput):
+            shapes.append({0: batch} if each.shape[:1] == (-1,) else {})
+        else:
+            values = Dim(f"values{number}")
+            shapes += [{0: values}, {0: len(each.keys) * batch}, {0: values}][: len(each.names)]
+    with _without_warnings():
+        try:
+            program = torch.export.export(flat, tuple(tensors), dynamic_shapes={"tensors": tuple(shapes)}, strict=False)
+        except Exception as error:
+            raise ValueError(f"the model can't be captured: {_one_line(error)}") from error
+        program = program.run_decompositions(DECOMPOSITIONS)
+    allowed = {"aten", "prim", "prims", "higher_order"} | ({"comera_rec"} if form == "fast" else set())
+    others: dict[str, str] = {}
+    for node in program.graph.nodes:
+        if getattr(node.target, "namespace", "aten") not in allowed:
+            path, _ = [("", None), *node.meta.get("nn_module_stack", {}).values()][-1]
+            others[str(node.target)] = path.partition(".")[2] or "the model"
+    if others:
+        stated = ", ".join(f"{operator} (in {where})" for operator, where in others.items())
+        raise ValueError(f"a package can't call {stated}: use torch's operators there")
+    return program
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    logging.disable(logging.WARNING)  # of TorchRec and torch, about their own code
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _compile(program: ExportedProgram, path: Path, facts: Mapping[str, str]) -> None:
+    """Compile a captured model by AOTInductor."""
+    with _without_warnings():
         pick_vec_isa()  # compiles programs to detect CPU features: in the common cache, or every export would repeat it
         with fresh_cache():  # a shared cache can mix weights and metadata of packages compiled at once
-            aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
-    seal(path)
+            aoti_compile_and_package(program, package_path=str(path), inductor_configs={"aot_inductor.metadata": dict(facts)})
 
 
-def _counts(column: CategoricalColumn, manifest: Manifest, data: Path) -> Tensor:
-    """Return how often ids 0, 1, ... of a column occur in the training split."""
-    if column.vocabulary is None:
-        return torch.empty(0, dtype=torch.long)
-    counts = torch.from_numpy(pq.read_table(data / column.vocabulary.path, columns=["count"])["count"].to_numpy().copy())
-    zero = max(column.rows_at_zero["train"], int(counts[0]) if len(counts) else 0)  # counts fall from id 1 on; id 0 must come first
-    return torch.cat([torch.tensor([zero]), counts])
+def _described_outputs(some: Mapping[str, Tensor], more: Mapping[str, Tensor], rows: int) -> Iterator[TensorInput]:
+    for name, one in some.items():
+        is_by_row = one.dim() and (one.shape[0], more[name].shape[0]) == (rows, 3 * rows)
+        shape = (-1, *one.shape[1:]) if is_by_row else tuple(one.shape)
+        yield TensorInput(name=name, datatype=datatype_of(one), shape=shape)
+
+
+def _require_same(expected: Mapping[str, Tensor], outputs: Sequence[Tensor], rows: int) -> None:
+    """Raise ValueError unless a package returns the model's outputs."""
+    for (name, wanted), actual in zip(expected.items(), outputs, strict=True):
+        if wanted.shape != actual.shape or not torch.allclose(wanted, actual, rtol=1e-4, atol=1e-5, equal_nan=True):
+            by = "in shape" if wanted.shape != actual.shape else f"by {float((wanted - actual).abs().max()):.1e}"
+            raise ValueError(
+                f"{name} of the package differs {by} from the model's on {rows} rows: make forward depend on the values of its "
+                "tensors alone, and not on random numbers"
+            )

@@ -5,22 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from comera_rec.ops.served_bags import Packed, ServedTable, pack, served_bags
+from comera_rec.serving.portable import ServedTables, filled
 
 
-class FastTables(nn.Module):
-    """`PortableTables` as a single operator; raises an error where that returns NaN."""
+class FastTables(ServedTables):
+    """Lookups by a single operator, which raises an error for an id out of range."""
 
     storage: Tensor
     layout: Tensor
     slabs: Tensor
 
-    def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
-        super().__init__()
-        for name, tensor in pack(tables, dtype)._asdict().items():
+    def __init__(self, tables: Sequence[ServedTable | None], dtype: torch.dtype) -> None:
+        super().__init__(tables)
+        for name, tensor in pack(filled(tables), dtype)._asdict().items():
             self.register_buffer(name, tensor)
 
-    def forward(self, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        return served_bags(Packed(self.storage, self.layout, self.slabs), lead, values, lengths)
+    def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
+        if weights is not None:
+            return super().forward(values, lengths, weights)
+        return self._bags(self.used(values, lengths), lengths)
+
+    def rows(self, values: Tensor, lengths: Tensor) -> Tensor:
+        # Each value is a bag, of its own feature alone.
+        lengths_FV = torch.arange(self.features)[:, None] == self.feature_of(values, lengths)
+        return self._bags(self.used(values, lengths), lengths_FV.long().flatten()).sum(1)
+
+    def _bags(self, values: Tensor, lengths: Tensor) -> Tensor:
+        lead = torch.zeros(lengths.shape[0] // self.features, self.columns)
+        return served_bags(Packed(self.storage, self.layout, self.slabs), lead, values, lengths)[:, 1:]

@@ -3,7 +3,7 @@
 The file is a ZIP archive. Its comment is the checksum of its directory, which has the CRC-32 of every file. Damaged code would end
 the process that loads it, and damaged weights would give wrong scores, so all are compared before anything is loaded.
 
-F categorical columns, I integer columns, B rows of a request, V values.
+B rows of a request, K keys of a KeyedJaggedTensor, V ids.
 """
 
 from __future__ import annotations
@@ -13,54 +13,77 @@ import lzma
 import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import BinaryIO
 
+import numpy as np
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from comera_rec.ops.native import LIBRARY
 from data_pipeline.columns import LABEL
 
-FORMAT_VERSION = 2  # 1 had no checksum
-METADATA_KEY = "comera_rec"
+FORMAT_VERSION = 3  # 1 had no checksum; 2 only models of `comera train`
+METADATA = "extra/comera_rec.json"  # in the archive's folder
 OPERATOR = "served_bags"  # the operator that the form "fast" calls
+DATATYPES = {  # names of the Open Inference Protocol -> torch's
+    "FP32": "float32", "FP64": "float64", "FP16": "float16", "INT64": "int64", "INT32": "int32", "INT16": "int16",
+    "INT8": "int8", "UINT8": "uint8", "BOOL": "bool",
+}  # fmt: skip
 
 Offset = int | float | tuple[float, float] | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelMetadata:
-    """Metadata of a package.
+class TensorInput:
+    """A tensor that a package takes or returns; -1 in its shape stands for the number of rows."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureInput:
+    """A KeyedJaggedTensor that a package takes as tensors values [V] and lengths [K * B] int64, and weights [V] float32.
 
     Attributes:
-        format_version: version of this record and of the inputs.
+        prefix: of the names of its tensors.
+        keys: number of ids of each key; None where it isn't known.
+        is_weighted: whether it has weights.
+    """
+
+    prefix: str
+    keys: dict[str, int | None]
+    is_weighted: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors."""
+        return tuple(self.prefix + part for part in ("values", "lengths", "weights")[: 3 if self.is_weighted else 2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMetadata:
+    """What a package of `comera export` says of its run.
+
+    Attributes:
         dense: names of the integer columns, in the order of requests.
         offsets: number added to each integer column before its logarithm, or its mean and standard deviation; None where values
             stay as they are.
-        categorical: rows of the table of each categorical column, in the order of requests.
-        checksums: SHA-256 of each column's vocabulary, as in the data set's manifest; None where ids are hashes.
-        library_version, torch_version: versions that wrote the package.
-        form: "portable", with torch's operators alone, or "fast", with those of comera_rec beside it.
-        dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
-        formed_rows: number of rows formed in advance.
+        checksums: SHA-256 of each categorical column's vocabulary, as in the data set's manifest; None where ids are hashes.
         auc, ne: metrics of the package on the test split; trained_auc, trained_ne: those of the run. Means over labels.
         data: folder of the data set that the model was trained on.
         labels: names of what is predicted, in the order of scores.
     """
 
-    format_version: int
     dense: tuple[str, ...]
     offsets: tuple[Offset, ...]
-    categorical: dict[str, Annotated[int, Field(ge=1, lt=2**63)]]
     checksums: dict[str, str | None]
-    library_version: str
-    torch_version: str
-    form: str
-    dtype: str
-    formed_rows: int
     auc: float | None
     ne: float | None
     trained_auc: float | None
@@ -68,23 +91,56 @@ class ModelMetadata:
     data: str
     labels: tuple[str, ...] = (LABEL,)
 
+
+@dataclass(frozen=True, kw_only=True)
+class ModelMetadata:
+    """Metadata of a package.
+
+    Attributes:
+        format_version: version of this record.
+        inputs: in the order of the package's tensors.
+        outputs: in the order of the package's tensors.
+        library_version, torch_version: versions that wrote the package.
+        form: "portable", with torch's operators alone, or "fast", with those of comera_rec beside it.
+        dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
+        run: what `comera export` adds.
+    """
+
+    format_version: int
+    inputs: tuple[TensorInput | FeatureInput, ...]
+    outputs: tuple[TensorInput, ...]
+    library_version: str
+    torch_version: str
+    form: str
+    dtype: str
+    run: RunMetadata | None = None
+
+    @cached_property
+    def tensors(self) -> tuple[TensorInput, ...]:
+        """The tensors that the package takes; -1 in the shape of one that isn't by row stands for any size."""
+        tensors: list[TensorInput] = []
+        for each in self.inputs:
+            if isinstance(each, TensorInput):
+                tensors.append(each)
+            else:
+                types = zip(each.names, ("INT64", "INT64", "FP32"), strict=False)
+                tensors += [TensorInput(name=name, datatype=datatype, shape=(-1,)) for name, datatype in types]
+        return tuple(tensors)
+
     @property
-    def score_shape(self) -> tuple[int, ...]:
-        """Shape of a row's scores: (), or (L,) for several labels."""
-        return () if len(self.labels) == 1 else (len(self.labels),)
+    def names(self) -> list[str]:
+        """Names of the tensors that the package takes, in order."""
+        return [tensor.name for tensor in self.tensors]
 
-    def to_json(self) -> str:
-        """Return the JSON text that `from_json` reads."""
-        return _METADATA.dump_json(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> ModelMetadata:
-        """Read what `to_json` wrote; raises ValidationError for anything else."""
-        return _METADATA.validate_json(text)
+    @property
+    def is_by_row(self) -> bool:
+        """Whether every input and output has a row for each row of the batch."""
+        tensors = [*self.outputs, *(each for each in self.inputs if isinstance(each, TensorInput))]
+        return all(tensor.shape[:1] == (-1,) for tensor in tensors)
 
 
 _METADATA = TypeAdapter(ModelMetadata)
-_PACKED = TypeAdapter(dict[str, object])
+_RECORD = TypeAdapter(dict[str, object])
 _REMEDY = "give a MODEL.pt2 that `comera export` wrote"
 # Raised by zipfile, and by what it calls, for bad bytes.
 _BAD = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, ValueError, OSError, EOFError, RuntimeError, OverflowError)
@@ -103,9 +159,11 @@ def require_package(path: Path) -> None:
         raise ValueError(f"{path} exists and is not a package of `comera export`: choose another name")
 
 
-def seal(path: Path) -> None:
-    """Write the checksum of a new package's directory into it."""
+def seal(path: Path, metadata: ModelMetadata) -> None:
+    """Write metadata into a compiled model, and the checksum of its directory."""
     with zipfile.ZipFile(path, "a") as archive:
+        folder = archive.namelist()[0].partition("/")[0]
+        archive.writestr(f"{folder}/{METADATA}", _METADATA.dump_json(metadata))
         archive.comment = _checksum(archive)
 
 
@@ -132,23 +190,23 @@ def _read(file: BinaryIO, path: Path, *, check: bool = False) -> ModelMetadata:
     """Read the metadata of an open package, and optionally compare the whole package with its checksum."""
     try:
         with zipfile.ZipFile(file) as archive:
-            names = [name for name in archive.namelist() if name.endswith("_metadata.json")]
-            texts = [_PACKED.validate_json(archive.read(name)).get(METADATA_KEY) for name in names]
-            metadata = next((text for text in texts if isinstance(text, str)), None)
-            version = None if metadata is None else _PACKED.validate_json(metadata).get("format_version")
+            text = next((archive.read(name) for name in archive.namelist() if name.endswith(METADATA)), None)
+            version = None if text is None else _RECORD.validate_json(text).get("format_version")
             if check and version == FORMAT_VERSION:
                 _require_whole(archive)
     except _BAD as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path} is not a package, or a damaged one ({reason}): {_REMEDY}") from error
-    if metadata is None:
+    if text is None:
         raise ValueError(f"{path} is a package of another program: {_REMEDY}")
     if version != FORMAT_VERSION:
-        raise ValueError(f"{path} has format version {version} and this library reads {FORMAT_VERSION}: export the run again")
+        raise ValueError(f"{path} has format version {version} and this library reads {FORMAT_VERSION}: export the model again")
     try:
-        return ModelMetadata.from_json(metadata)
+        return _METADATA.validate_json(text)
     except ValidationError as error:
-        raise ValueError(f"{path} has metadata that can't be read ({error.errors()[0]['loc'][0]}): export the run again") from error
+        raise ValueError(
+            f"{path} has metadata that can't be read ({error.errors()[0]['loc'][0]}): export the model again"
+        ) from error
 
 
 def _checksum(archive: zipfile.ZipFile) -> bytes:
@@ -188,94 +246,126 @@ class ServingModel:
                 raise ValueError(f"{path} calls comera_rec::{OPERATOR}, which {LIBRARY} lacks: install comera-rec {version}")
             if threads is not None:
                 torch.set_num_threads(threads)
-            self._limits = torch.tensor(list(self.metadata.categorical.values()))
-            features = len(self._limits)
             checked = f"/proc/self/fd/{file.fileno()}"  # another file may have taken the path
             try:
                 # torch._inductor.aoti_load_package calls the same loader, but imports the compiler, which takes seconds and memory.
                 self._loader = torch._C._aoti.AOTIModelPackageLoader(checked, "model", False, 1, -1)
-                # The first call initializes the model and fails if operators have changed since it was compiled.
-                ids = torch.zeros(max(2, features), dtype=torch.long)
-                self._run(torch.zeros(1, len(self.metadata.dense)), ids, torch.ones(features, dtype=torch.long))
+                self._loader.run(self._zeros())  # initializes the model; fails if operators have changed since it was compiled
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
                 raise ValueError(
                     f"{path} can't be loaded ({reason}): it was written by comera-rec {version} on torch "
-                    f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the run again on this machine"
+                    f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the model again on this machine"
                 ) from error
 
-    def __call__(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        """Return the probabilities of label 1, [B] float32; [B, L] for a model of several labels.
-
-        Args:
-            dense: [B, I] float32, as the data set stores integer columns.
-            values: [V] int64, ids column by column.
-            lengths: [F * B] int32 or int64, number of values of each row, column by column.
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs, for the tensors that `metadata.names` names; lengths may be int32.
 
         Raises:
             ValueError: naming what is wrong with the inputs.
         """
-        self._require_shapes(dense, values, lengths)
-        padded = values if len(values) >= 2 else torch.cat([values, values.new_zeros(2 - len(values))])
-        bags = padded.contiguous(), lengths.long().contiguous()
+        self.check(*(tensor.detach().numpy() for tensor in tensors))
+        return self.run(*tensors)
+
+    def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs for tensors that `check` has passed; errors as when called."""
+        given = [
+            tensor if tensor.dtype != torch.int32 or wanted.datatype == "INT32" else tensor.long()
+            for wanted, tensor in zip(self.metadata.tensors, tensors, strict=True)
+        ]
         try:
-            scores = self._run(dense.contiguous(), *bags)
+            outputs = self._loader.run([tensor.contiguous() for tensor in given])
         except RuntimeError:
-            self._require_numbers(dense, values, lengths)
+            self._require_numbers(tensors)
             raise
-        invalid = scores.view(len(dense), len(self.metadata.labels)).isnan().any(1)
-        if invalid.any():
-            self._require_numbers(dense, values, lengths)
-            scores = self._run(dense.where(~invalid[:, None], 0).contiguous(), *bags)
-            if scores.isnan().any():
-                raise ValueError("scores are not numbers: the model has diverged; export another checkpoint")
-            row = int(invalid.nonzero()[0])
-            column = int(dense[row].abs().argmax())
-            raise ValueError(
-                f"dense column {self.metadata.dense[column]} is {float(dense[row, column])} in row {row}, for which scores are not "
-                "numbers: give a smaller one"
-            )
-        return scores
+        if any(output.is_floating_point() and bool(output.isnan().any()) for output in outputs):
+            self._require_numbers(tensors)
+            if self.metadata.run:
+                raise ValueError("scores are not numbers: a dense value is too large, or the model has diverged")
+        return tuple(outputs)
 
-    def _run(self, *inputs: Tensor) -> Tensor:
-        return self._loader.run(list(inputs))[0]
+    def check(self, *arrays: np.ndarray) -> int:
+        """Return the number of rows of inputs, after checking the shapes and types that compiled code relies on.
 
-    def _require_shapes(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:
-        """Raise ValueError unless shapes and types are those that compiled code relies on."""
-        columns, features = len(self.metadata.dense), len(self.metadata.categorical)
-        if dense.dim() != 2 or dense.shape[1] != columns or dense.dtype != torch.float32:
-            raise ValueError(f"dense is {_describe(dense)}: give float32 [B, {columns}]")
-        if values.dim() != 1 or values.dtype != torch.int64:
-            raise ValueError(f"values is {_describe(values)}: give int64 [V]")
-        batch = dense.shape[0]
-        if lengths.shape != (features * batch,) or lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"lengths is {_describe(lengths)}: give int64 [{features * batch}], {features} columns of {batch} rows"
-            )
-        total = int(lengths.double().sum())  # a sum of integers could overflow
-        if total != len(values):
-            raise ValueError(f"lengths add up to {total} for {len(values)} values: the two must be equal")
+        Raises:
+            ValueError: naming what is wrong with the inputs.
+        """
+        if len(arrays) != len(self.metadata.tensors):
+            raise ValueError(f"{len(arrays)} tensors are given: give {', '.join(self.metadata.names)}")
+        left, rows = iter(arrays), set[int]()
+        for each in self.metadata.inputs:
+            if isinstance(each, TensorInput):
+                array = next(left)
+                _require_shape(each, array)
+                if each.shape[:1] == (-1,):
+                    rows.add(array.shape[0])
+            else:
+                values, lengths, *weights = (next(left) for _ in each.names)
+                _require_lengths(each, values, lengths, *weights)
+                rows.add(lengths.size // len(each.keys))
+        if len(rows) > 1:
+            raise ValueError(f"inputs have {' and '.join(map(str, sorted(rows)))} rows: give the same number in each")
+        return rows.pop() if rows else 0
 
-    def _require_numbers(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:
-        """Raise ValueError for the lengths, number or id that made scores invalid, if there is one."""
-        names = list(self.metadata.categorical)
-        if bool((lengths < 0).any()):
-            raise ValueError(f"lengths hold {int(lengths.min())}: give numbers of values, at least 0")
-        if not bool(dense.isfinite().all()):
-            row, column = dense.isfinite().logical_not().nonzero()[0].tolist()
-            raise ValueError(
-                f"dense column {self.metadata.dense[column]} is {float(dense[row, column])} in row {row}: give a number"
-            )
-        counts = lengths.view(len(names), -1).sum(1)
-        limits = self._limits.repeat_interleave(counts)
-        invalid = ((values < 0) | (values >= limits)).nonzero().flatten().tolist()
-        if invalid:
-            column = int(torch.searchsorted(counts.cumsum(0), invalid[0], right=True))
-            raise ValueError(
-                f"id {int(values[invalid[0]])} is out of range in column {names[column]}: its ids run from 0 to "
-                f"{int(self._limits[column]) - 1}"
-            )
+    def _zeros(self) -> list[Tensor]:
+        """Return inputs for one row."""
+        zeros = []
+        for each in self.metadata.inputs:
+            if isinstance(each, TensorInput):
+                zeros.append(torch.zeros([abs(size) for size in each.shape], dtype=getattr(torch, DATATYPES[each.datatype])))
+            else:
+                ids, lengths = torch.zeros(2, len(each.keys), dtype=torch.long)
+                zeros += [ids, lengths + 1, torch.zeros(len(each.keys))][: len(each.names)]
+        return zeros
+
+    def _require_numbers(self, tensors: Sequence[Tensor]) -> None:
+        """Raise ValueError for the lengths, number or id that made outputs invalid, if there is one."""
+        left = iter(tensors)
+        for each in self.metadata.inputs:
+            if isinstance(each, TensorInput):
+                tensor = next(left)
+                if not bool(tensor.isfinite().all()):
+                    where = tensor.isfinite().logical_not().nonzero()[0].tolist()
+                    raise ValueError(f"{each.name} is {float(tensor[tuple(where)])} at {where}: give a number")
+            else:
+                values, lengths, *_ = (next(left) for _ in each.names)
+                _require_ids(each, values, lengths)
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _require_shape(wanted: TensorInput, array: np.ndarray) -> None:
+    fits = array.ndim == len(wanted.shape) and all(n in (-1, size) for n, size in zip(wanted.shape, array.shape, strict=True))
+    if not fits or array.dtype.name != DATATYPES[wanted.datatype]:
+        shape = ", ".join("B" if size == -1 else str(size) for size in wanted.shape)
+        raise ValueError(f"{wanted.name} is {_describe(array)}: give {DATATYPES[wanted.datatype]} [{shape}]")
+
+
+def _require_lengths(features: FeatureInput, values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None) -> None:
+    prefix, keys = features.prefix, len(features.keys)
+    if values.ndim != 1 or values.dtype != np.int64:
+        raise ValueError(f"{prefix}values is {_describe(values)}: give int64 [V]")
+    if lengths.ndim != 1 or lengths.size % keys or lengths.dtype not in (np.int32, np.int64):
+        raise ValueError(f"{prefix}lengths is {_describe(lengths)}: give int64 [{keys} * B], key by key")
+    if lengths.size and lengths.min() < 0:
+        raise ValueError(f"{prefix}lengths hold {lengths.min()}: give numbers of values, at least 0")
+    total = int(lengths.sum(dtype=np.float64))  # a sum of integers could overflow
+    if total != values.size:
+        raise ValueError(f"{prefix}lengths add up to {total} for {values.size} {prefix}values: the two must be equal")
+    if weights is not None and (weights.shape != values.shape or weights.dtype != np.float32):
+        raise ValueError(f"{prefix}weights is {_describe(weights)}: give float32 [{values.size}]")
+
+
+def _require_ids(features: FeatureInput, values: Tensor, lengths: Tensor) -> None:
+    names = list(features.keys)
+    counts = lengths.view(len(names), -1).sum(1)
+    limits = torch.tensor([2**63 - 1 if limit is None else limit for limit in features.keys.values()]).repeat_interleave(counts)
+    least = torch.tensor([-(2**63) if limit is None else 0 for limit in features.keys.values()]).repeat_interleave(counts)
+    invalid = ((values < least) | (values >= limits)).nonzero().flatten().tolist()
+    if invalid:
+        name = names[int(torch.searchsorted(counts.cumsum(0), invalid[0], right=True))]
+        raise ValueError(
+            f"id {int(values[invalid[0]])} is out of range in column {name}: its ids run from 0 to {(features.keys[name] or 0) - 1}"
+        )
+
+
+def _describe(array: np.ndarray) -> str:
+    return f"{array.dtype.name} {list(array.shape)}"

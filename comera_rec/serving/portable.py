@@ -6,6 +6,7 @@ table are masked out, because an exported program can't split values by feature.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -15,55 +16,94 @@ from torch import Tensor, nn
 from comera_rec.ops.served_bags import ServedTable, Slab, least_type, quantize
 
 
-class PortableTables(nn.Module):
-    """Bags of all tables after a leading vector: lead [B, N], values [V] int64, lengths [F * B] int64 -> [B, 1 + F, N].
+class ServedTables(nn.Module):
+    """One table for each of F features.
 
-    Values and lengths are feature by feature. A bag with an id out of range is NaN; lengths that don't fit the values make all bags
-    NaN.
+    Args:
+        tables: as many as features; None for a feature whose values aren't looked up, and whose bags are zero.
     """
 
     limits: Tensor
     means: Tensor
+    is_unused: Tensor
 
-    def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
+    def __init__(self, tables: Sequence[ServedTable | None]) -> None:
         super().__init__()
-        self.register_buffer("limits", torch.tensor([table.rows for table in tables]))
-        self.register_buffer("means", torch.tensor([table.mean for table in tables]))
-        self.any_mean = any(table.mean for table in tables)
-        sources: list[nn.Module] = []
-        if any(len(table.formed) for table in tables):
-            sources.append(_Formed(tables, dtype))
-        orders: dict[tuple[int, ...], list[int]] = {}
-        for t, table in enumerate(tables):
-            if table.cores:
-                orders.setdefault(table.col_modes, []).append(t)
-        sources += [_Cores(tables, members, dtype) for members in orders.values()]
-        sources += [_Hot(tables, members, dtype) for members in _by_width(tables)]
-        self.sources = nn.ModuleList(sources)
+        self.features, self.columns = len(tables), next(table.columns for table in tables if table)
+        self.any_mean, self.any_unused = any(table.mean for table in tables if table), None in tables
+        self.register_buffer("limits", torch.tensor([table.rows if table else 1 for table in tables]))
+        self.register_buffer("means", torch.tensor([bool(table and table.mean) for table in tables]))
+        self.register_buffer("is_unused", torch.tensor([table is None for table in tables]))
 
-    def forward(self, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Pool bags: values [V] int64 and lengths [F * B] int64, feature by feature, and weights [V] -> [B, F, N].
+
+        An id out of range makes its bag NaN or raises an error, and so do lengths that don't fit the values.
+        """
         # Compiled code must take no rows, too: nothing here divides by their number, takes the last of their entries or pads them.
-        (batch, columns), features, count = lead.shape, len(self.limits), values.shape[0]
-        lengths_FB = lengths.view(features, batch)
+        count = values.shape[0]
+        lengths_FB = self._by_feature(lengths)
         counts_FB = lengths_FB.clamp(0, count)
-        feature_ends = counts_FB.sum(1).cumsum(0)
-        feature = torch.searchsorted(feature_ends, torch.arange(count), right=True).clamp(max=features - 1)
-        is_valid = (values >= 0) & (values < self.limits[feature])
-        ids = torch.where(is_valid, values, 0)
-        rows = self.sources[0](ids, feature)
-        for source in self.sources[1:]:
-            rows = rows + source(ids, feature)
-        rows = torch.where(is_valid[:, None], rows, torch.nan)
         # torch extends the last bag to the last value, whatever its offset; an additional bag takes the values that are in no bag.
         ends = counts_FB.flatten().cumsum(0)
         offsets = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), count)]).clamp(max=count)
-        pooled = F.embedding_bag(torch.arange(count), rows, offsets, mode="sum", include_last_offset=True)
-        pooled_FBN = pooled[:-1].view(features, batch, columns)
+        rows, index = self.rows(values, lengths), torch.arange(count)
+        pooled = F.embedding_bag(index, rows, offsets, mode="sum", include_last_offset=True, per_sample_weights=weights)
+        pooled_FBN = pooled[:-1].view(*lengths_FB.shape, self.columns)
         if self.any_mean:
             pooled_FBN = pooled_FBN / torch.where(self.means[:, None], counts_FB, 1).clamp(min=1)[:, :, None]
-        fits = (lengths_FB == counts_FB).all() & (feature_ends[-1] <= count)
-        bags_BFN = torch.where(fits, pooled_FBN, torch.nan).transpose(0, 1)
-        return torch.cat([lead.unsqueeze(1), bags_BFN], dim=1)
+        fits = (lengths_FB == counts_FB).all() & (counts_FB.sum() <= count)
+        return torch.where(fits, pooled_FBN, torch.nan).transpose(0, 1)
+
+    @abstractmethod
+    def rows(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Return the row of each value, [V, N]."""
+
+    def feature_of(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Return the number of each value's feature, [V]."""
+        ends = self._by_feature(lengths).clamp(0, values.shape[0]).sum(1).cumsum(0)
+        return torch.searchsorted(ends, torch.arange(values.shape[0]), right=True).clamp(max=self.features - 1)
+
+    def used(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Replace the values that aren't looked up by 0."""
+        return torch.where(self.is_unused[self.feature_of(values, lengths)], 0, values) if self.any_unused else values
+
+    def _by_feature(self, lengths: Tensor) -> Tensor:
+        return lengths.view(self.features, lengths.shape[0] // self.features)
+
+
+def filled(tables: Sequence[ServedTable | None]) -> list[ServedTable]:
+    """Put a table of one row, which is zero, wherever there is none."""
+    columns = next(table.columns for table in tables if table)
+    zero = ServedTable(name="", rows=1, columns=columns, mean=False, formed=torch.zeros(1, columns))
+    return [table or zero for table in tables]
+
+
+class PortableTables(ServedTables):
+    """Lookups in torch's operators; NaN for an id out of range."""
+
+    def __init__(self, tables: Sequence[ServedTable | None], dtype: torch.dtype) -> None:
+        super().__init__(tables)
+        used = filled(tables)
+        sources: list[nn.Module] = []
+        if any(len(table.formed) for table in used):
+            sources.append(_Formed(used, dtype))
+        orders: dict[tuple[int, ...], list[int]] = {}
+        for t, table in enumerate(used):
+            if table.cores:
+                orders.setdefault(table.col_modes, []).append(t)
+        sources += [_Cores(used, members, dtype) for members in orders.values()]
+        sources += [_Hot(used, members, dtype) for members in _by_width(used)]
+        self.sources = nn.ModuleList(sources)
+
+    def rows(self, values: Tensor, lengths: Tensor) -> Tensor:
+        values, feature = self.used(values, lengths), self.feature_of(values, lengths)
+        is_valid = (values >= 0) & (values < self.limits[feature])
+        ids = torch.where(is_valid, values, 0)
+        rows: Tensor = self.sources[0](ids, feature)
+        for source in self.sources[1:]:
+            rows = rows + source(ids, feature)
+        return torch.where(is_valid[:, None], rows, torch.nan)
 
 
 class _Rows(nn.Module):

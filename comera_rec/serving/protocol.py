@@ -1,48 +1,44 @@
-"""The Open Inference Protocol (KServe's v2): reads a model's inputs from requests and writes scores as answers.
+"""The Open Inference Protocol (KServe's v2): reads a package's inputs from requests and writes its outputs as answers.
 
 A request is JSON. In the protocol's binary extension, the numbers of tensors follow the JSON, and a header says where they begin.
-
-B rows, I integer columns, F categorical columns, V values.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from comera_rec.serving.package import ModelMetadata
-from data_pipeline.encoder import Flat
+from comera_rec.serving.package import DATATYPES, FeatureInput, ModelMetadata, TensorInput
 
 PLATFORM = "torch_aoti"
-OUTPUT = "probabilities"
 JSON_LENGTH = "Inference-Header-Content-Length"  # the header with the number of bytes of JSON before binary data
-_KINDS = {"FP32": ("iuf", "<f4"), "INT64": ("iu", "<i8"), "INT32": ("iu", "<i4")}
+_DTYPES = {name: np.dtype(dtype).newbyteorder("<") for name, dtype in DATATYPES.items()}
 
 
 def describe_model(name: str, version: str, metadata: ModelMetadata) -> dict[str, Any]:
     """Return the protocol's description of a model."""
-    features = len(metadata.categorical)
+    parameters: dict[str, Any] = {}
+    for each in metadata.inputs:
+        if isinstance(each, FeatureInput):
+            parameters[f"{each.prefix}keys"] = each.keys
+    if metadata.run:
+        parameters |= {"dense": list(metadata.run.dense), "labels": list(metadata.run.labels)}
     return {
         "name": name,
         "versions": [version],
         "platform": PLATFORM,
-        "inputs": [
-            {"name": "dense", "datatype": "FP32", "shape": [-1, len(metadata.dense)]},
-            {"name": "values", "datatype": "INT64", "shape": [-1]},
-            {"name": "lengths", "datatype": "INT32", "shape": [-1]},
-        ],
-        "outputs": [{"name": OUTPUT, "datatype": "FP32", "shape": [-1, *metadata.score_shape]}],
-        "parameters": {
-            "dense": list(metadata.dense),
-            "categorical": metadata.categorical,
-            "lengths_per_row": features,
-            "labels": list(metadata.labels),
-        },
+        "inputs": [_described(tensor) for tensor in metadata.tensors],
+        "outputs": [_described(tensor) for tensor in metadata.outputs],
+        "parameters": parameters,
     }
+
+
+def _described(tensor: TensorInput) -> dict[str, Any]:
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
 
 
 def json_length(header: str | None, content: int) -> int:
@@ -58,8 +54,8 @@ def json_length(header: str | None, content: int) -> int:
     return int(header)
 
 
-def read_inputs(body: Any, binary: bytes, metadata: ModelMetadata) -> Flat:
-    """Read dense [B, I], values [V] and lengths [F * B] of a request.
+def read_inputs(body: Any, binary: bytes, metadata: ModelMetadata) -> list[np.ndarray]:
+    """Read the tensors of a request, in the order of the package; whether they fit each other is for the model to check.
 
     Args:
         body: the JSON of the request.
@@ -67,46 +63,28 @@ def read_inputs(body: Any, binary: bytes, metadata: ModelMetadata) -> Flat:
         metadata: the metadata of the model.
 
     Raises:
-        ValueError: if a tensor is missing, has a wrong type or shape, or doesn't fit the others; if the id, a parameter or an
-            output is not the protocol's.
+        ValueError: if a tensor is missing or has a wrong type or shape; if the id, a parameter or an output is not the protocol's.
     """
-    if not isinstance(body, Mapping) or not isinstance(body.get("inputs"), list):
+    if not isinstance(body, dict) or not isinstance(body.get("inputs"), list):
         raise ValueError('the body is not an object with a list of tensors: give {"inputs": [{"name": "dense", ...}, ...]}')
     if not isinstance(body.get("id"), str | None):
         raise ValueError(f"id is {reprlib.repr(body['id'])}: give a string, or leave it out")
-    outputs = body.get("outputs") or []
-    for output in outputs if isinstance(outputs, list) else [outputs]:
-        if not isinstance(output, Mapping) or output.get("name") != OUTPUT:
-            raise ValueError(f"outputs names an unknown tensor: leave it out, or name {OUTPUT}")
-    if type(_wants_binary(body)) is not bool:
-        raise ValueError("binary_data or binary_data_output is not a boolean: give true or false")
-    tensors = _tensors(body["inputs"], binary)
-    dense = _read(tensors, "dense", "FP32")
-    values = _read(tensors, "values", "INT64")
-    lengths = _read(tensors, "lengths", "INT32", "INT64")
-    columns, features = len(metadata.dense), len(metadata.categorical)
-    if dense.ndim != 2 or dense.shape[1] != columns:
-        raise ValueError(f"dense has shape {list(dense.shape)}: give [rows, {columns}]")
-    if lengths.shape != (features * len(dense),):
-        raise ValueError(
-            f"lengths has shape {list(lengths.shape)}: give [{features * len(dense)}], {features} columns of {len(dense)}"
-        )
-    if (lengths < 0).any() or (lengths > values.size).any() or lengths.sum() != values.size or values.ndim != 1:
-        raise ValueError(
-            f"lengths add up to {lengths.sum()} for values of shape {list(values.shape)}: match them, with none below 0"
-        )
-    if not np.isfinite(dense).all():
-        row, column = np.argwhere(~np.isfinite(dense))[0]
-        raise ValueError(f"dense column {metadata.dense[column]} of row {row} is not a finite number: give one")
-    return Flat(dense, values, lengths.astype(np.int32))
+    _wanted(body, metadata)
+    given = _by_name(body["inputs"], binary)
+    tensors = []
+    for wanted in metadata.tensors:
+        if wanted.name not in given:
+            raise ValueError(f"inputs has no tensor {wanted.name}: give {', '.join(metadata.names)}")
+        tensors.append(_read(given[wanted.name], wanted))
+    return tensors
 
 
-def _tensors(inputs: list[Any], binary: bytes) -> dict[str, Mapping[str, Any]]:
+def _by_name(inputs: list[Any], binary: bytes) -> dict[str, Mapping[str, Any]]:
     """Return the tensors of a request by name; `data` of those that are binary is bytes."""
-    tensors, end = {}, 0
+    tensors, end = dict[str, Mapping[str, Any]](), 0
     for tensor in inputs:
-        if not isinstance(tensor, Mapping) or not isinstance(tensor.get("name"), str):
-            raise ValueError("inputs has a tensor without a name: name dense, values and lengths")
+        if not isinstance(tensor, dict) or not isinstance(tensor.get("name"), str):
+            raise ValueError("inputs has a tensor without a name: name all of them")
         size = _parameters(tensor).get("binary_data_size")
         if size is not None:
             if type(size) is not int or not 0 <= size <= len(binary) - end:
@@ -124,57 +102,79 @@ def _tensors(inputs: list[Any], binary: bytes) -> dict[str, Mapping[str, Any]]:
 
 def _parameters(part: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = part.get("parameters") or {}
-    if not isinstance(parameters, Mapping):
+    if not isinstance(parameters, dict):
         raise ValueError(f"parameters is {reprlib.repr(parameters)}: give an object, or leave it out")
     return parameters
 
 
-def _wants_binary(body: Mapping[str, Any]) -> Any:
-    """Return what a request says about binary outputs: its output's `binary_data`, else its own `binary_data_output`."""
-    output = (body.get("outputs") or [{}])[0]
-    return _parameters(output).get("binary_data", _parameters(body).get("binary_data_output", False))
-
-
-def _read(tensors: Mapping[Any, Mapping[str, Any]], name: str, *datatypes: str) -> np.ndarray:
-    if name not in tensors:
-        raise ValueError(f"inputs has no tensor {name}: give dense, values and lengths")
-    tensor = tensors[name]
-    datatype, shape = tensor.get("datatype"), tensor.get("shape")
-    if datatype not in datatypes:
-        raise ValueError(f"{name} has datatype {reprlib.repr(datatype)}: give {' or '.join(datatypes)}")
-    if not isinstance(shape, list) or len(shape) > 2 or not all(type(size) is int and 0 <= size < 1 << 31 for size in shape):
-        raise ValueError(f"{name} has shape {reprlib.repr(shape)}: give a list of one or two sizes")
-    kinds, dtype = _KINDS[datatype]
+def _read(tensor: Mapping[str, Any], wanted: TensorInput) -> np.ndarray:
+    name, datatype, shape = wanted.name, tensor.get("datatype"), tensor.get("shape")
+    is_index = wanted.datatype in ("INT64", "INT32")  # either will do
+    if datatype != wanted.datatype and not (is_index and datatype in ("INT64", "INT32")):
+        raise ValueError(f"{name} has datatype {reprlib.repr(datatype)}: give {wanted.datatype}")
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 31 for size in shape):
+        raise ValueError(f"{name} has shape {reprlib.repr(shape)}: give a list of sizes")
+    if len(shape) != len(wanted.shape) or not all(size in (-1, given) for size, given in zip(wanted.shape, shape, strict=True)):
+        raise ValueError(f"{name} has shape {reprlib.repr(shape)}: give {list(wanted.shape)}, where -1 is any size")
     numbers = tensor.get("data")
     if isinstance(numbers, bytes):
-        if len(numbers) % np.dtype(dtype).itemsize:
+        if len(numbers) % _DTYPES[datatype].itemsize:
             raise ValueError(f"{name} has {len(numbers)} bytes of binary data: give whole numbers of type {datatype}")
-        numbers = np.frombuffer(numbers, dtype)
+        numbers = np.frombuffer(bytearray(numbers), _DTYPES[datatype])  # writable, as torch wants it
     elif not isinstance(numbers, list):
         raise ValueError(f"{name} has no data: give a list of numbers")
     try:
-        data = np.array(numbers)
+        data = np.asarray(numbers)
     except ValueError as error:
         raise ValueError(f"{name} has lists of different lengths as data: give one list, row by row") from error
-    if data.size and data.dtype.kind not in kinds:
-        raise ValueError(f"{name} has data other than {'integers' if kinds == 'iu' else 'numbers'}: give {datatype} data")
-    if data.size and kinds == "iu" and not _fits(data, dtype):
-        raise ValueError(f"{name} has data beyond the range of {datatype}: give {datatype} data")
     if data.size != math.prod(shape):
         raise ValueError(f"{name} has {data.size} numbers for shape {shape}: give as many as the shape has")
-    with np.errstate(over="ignore"):  # numbers too large become infinite, which is refused later
-        return data.astype(dtype).reshape(shape)
+    dtype = _DTYPES[wanted.datatype]
+    if data.dtype != dtype and data.size:
+        if data.dtype.kind not in ("iuf" if dtype.kind == "f" else "b" if dtype.kind == "b" else "iu"):
+            raise ValueError(f"{name} has data of another kind: give {datatype} data")
+        if dtype.kind in "iu" and not np.iinfo(dtype).min <= data.min() <= data.max() <= np.iinfo(dtype).max:
+            raise ValueError(f"{name} has data beyond the range of {wanted.datatype}: give {wanted.datatype} data")
+    if dtype.kind != "f":
+        return data.astype(dtype, copy=False).reshape(shape)
+    with np.errstate(over="ignore"):
+        read = data.astype(dtype, copy=False).reshape(shape)
+    if not np.isfinite(read).all():
+        raise ValueError(f"{name} has a number that is not finite: give finite ones")
+    return read
 
 
-def _fits(data: np.ndarray, dtype: str) -> bool:
-    limits = np.iinfo(dtype)
-    return bool(limits.min <= data.min() and data.max() <= limits.max)
+def _wanted(body: Mapping[str, Any], metadata: ModelMetadata) -> dict[str, bool]:
+    """Return the outputs that a request asks for, and whether each is to be binary."""
+    names = [output.name for output in metadata.outputs]
+    default = _parameters(body).get("binary_data_output", False)
+    outputs = body.get("outputs") or [{"name": name} for name in names]
+    wanted: dict[str, bool] = {}
+    for output in outputs if isinstance(outputs, list) else [outputs]:
+        if not isinstance(output, dict) or output.get("name") not in names:
+            raise ValueError(f"outputs names an unknown tensor: leave it out, or name {', '.join(names)}")
+        is_binary = _parameters(output).get("binary_data", default)
+        if type(is_binary) is not bool:
+            raise ValueError("binary_data or binary_data_output is not a boolean: give true or false")
+        wanted[output["name"]] = is_binary
+    return wanted
 
 
-def write_outputs(body: Mapping[str, Any], name: str, version: str, scores: np.ndarray) -> tuple[dict[str, Any], bytes]:
+def write_outputs(
+    body: Mapping[str, Any], name: str, version: str, metadata: ModelMetadata, outputs: Sequence[np.ndarray]
+) -> tuple[dict[str, Any], bytes]:
     """Return the answer to an inference request, and the binary data that follows it if the request wants that."""
-    output: dict[str, Any] = {"name": OUTPUT, "datatype": "FP32", "shape": list(scores.shape)}
-    binary = scores.astype("<f4").tobytes() if _wants_binary(body) else b""
-    output |= {"parameters": {"binary_data_size": len(binary)}} if binary else {"data": scores.ravel()}
-    answer = {"model_name": name, "model_version": version, "outputs": [output]}
+    by_name = dict(zip([output.name for output in metadata.outputs], zip(metadata.outputs, outputs, strict=True), strict=True))
+    answers, binary = [], b""
+    for output, is_binary in _wanted(body, metadata).items():
+        spec, numbers = by_name[output]
+        answer: dict[str, Any] = {"name": output, "datatype": spec.datatype, "shape": list(numbers.shape)}
+        if is_binary:
+            part = numbers.astype(_DTYPES[spec.datatype]).tobytes()
+            answer["parameters"] = {"binary_data_size": len(part)}
+            binary += part
+        else:
+            answer["data"] = np.ascontiguousarray(numbers).ravel()
+        answers.append(answer)
+    answer = {"model_name": name, "model_version": version, "outputs": answers}
     return answer | ({"id": body["id"]} if body.get("id") else {}), binary

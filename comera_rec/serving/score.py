@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from comera_rec.serving.package import ServingModel, read_metadata
-from comera_rec.serving.vocabularies import check_vocabularies, open_vocabularies
+from comera_rec.serving.vocabularies import check_vocabularies, open_vocabularies, run_of
 from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.count_pass import pass_over
 from data_pipeline.encoder import Flat, check_columns, flatten, new_logs_schema, open_encoder, recorded_log
@@ -103,7 +103,7 @@ def score(options: ScoreOptions, tell: Tell = lambda line: None) -> Scored:
 def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     metadata = read_metadata(options.model)
     encoder = open_vocabularies(metadata, options.data)
-    data = options.data or Path(metadata.data)
+    data = options.data or Path(run_of(metadata).data)
     logs = identify(options.inputs)
     known = recorded_log(encoder.manifest, data)
     schema = new_logs_schema(known, options.inputs[0])
@@ -228,11 +228,12 @@ def _scores(path: Path, batches: Iterable[Flat]) -> dict[str, np.ndarray]:
     """Return the columns of scores: `score`, or `score_LABEL` for each of several labels."""
     model = _load(path)
     with torch.inference_mode():
-        scores = [model(*map(torch.from_numpy, batch)).numpy() for batch in batches]
-    whole = np.concatenate([np.empty((0, *model.metadata.score_shape), np.float32), *scores])
+        scores = [model(*map(torch.from_numpy, batch))[0].numpy() for batch in batches]
+    labels = run_of(model.metadata).labels
+    whole = np.concatenate([np.empty((0, len(labels))[: 1 if len(labels) == 1 else 2], np.float32), *scores])
     if whole.ndim == 1:
         return {"score": whole}
-    return {f"score_{label}": column for label, column in zip(model.metadata.labels, whole.T, strict=True)}
+    return {f"score_{label}": column for label, column in zip(labels, whole.T, strict=True)}
 
 
 def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:

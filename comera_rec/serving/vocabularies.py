@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from comera_rec.serving.package import ModelMetadata, Offset
+from comera_rec.serving.package import FeatureInput, ModelMetadata, Offset, RunMetadata
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.manifest import Manifest
 
@@ -19,7 +19,7 @@ def open_vocabularies(metadata: ModelMetadata, data: Path | None = None) -> Requ
     Raises:
         ValueError: if there is no data set, or its columns or vocabularies differ from the model's.
     """
-    folder = data or Path(metadata.data)
+    folder = data or Path(run_of(metadata).data)
     try:
         encoder = RequestEncoder(folder)
     except ValueError as error:
@@ -27,6 +27,13 @@ def open_vocabularies(metadata: ModelMetadata, data: Path | None = None) -> Requ
         raise ValueError(f"{error}{hint}") from error
     check_vocabularies(metadata, encoder.manifest, folder)
     return encoder
+
+
+def run_of(metadata: ModelMetadata) -> RunMetadata:
+    """Return what a package says of its run; raise ValueError for a package of another model, whose ids no data set explains."""
+    if metadata.run is None:
+        raise ValueError("the model is not a run of `comera train`: encode rows yourself, and send or pass tensors")
+    return metadata.run
 
 
 def offsets_of(manifest: Manifest) -> tuple[Offset, ...]:
@@ -47,21 +54,23 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
     Raises:
         ValueError: naming the columns that differ.
     """
+    run = run_of(metadata)
     dense = tuple(column.name for column in manifest.integer_columns)
-    if dense != metadata.dense:
+    if dense != run.dense:
         raise ValueError(
-            f"{folder} has integer columns {', '.join(dense)}, the model {', '.join(metadata.dense)}: give the model's data set"
+            f"{folder} has integer columns {', '.join(dense)}, the model {', '.join(run.dense)}: give the model's data set"
         )
     actual = {
         column.name: (column.num_embeddings, column.vocabulary.sha256 if column.vocabulary else None)
         for column in manifest.categorical_columns
     }
-    expected = {name: (rows, metadata.checksums[name]) for name, rows in metadata.categorical.items()}
+    keys = next(each.keys for each in metadata.inputs if isinstance(each, FeatureInput))
+    expected = {name: (rows, run.checksums[name]) for name, rows in keys.items()}
     if list(actual) != list(expected) or actual != expected:
         differing = [name for name in {**expected, **actual} if actual.get(name) != expected.get(name)]
         raise ValueError(
             f"{folder} has other vocabularies than the model was trained with (in {', '.join(differing) or 'other order'}): "
             "give the model's data set, or one that `comera transform` made with it"
         )
-    if offsets_of(manifest) != metadata.offsets:
+    if offsets_of(manifest) != run.offsets:
         raise ValueError(f"{folder} has other offsets of integer columns than the model has: give the model's data set")

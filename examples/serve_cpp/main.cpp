@@ -4,7 +4,6 @@
 // BATCH holds little-endian numbers in this order: int64 counts of rows B, integer columns I, categorical columns F and values V;
 // float32 dense [B, I]; int64 values [V], the ids, column by column; int64 lengths [F, B], how many ids each column has for each row.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -84,7 +83,6 @@ void score(const char* model, const char* path) {
   load_operators(model);
   torch::inductor::AOTIModelPackageLoader loader(model);
   require_fit(batch, loader.get_metadata());
-  if (batch.count < 2) batch.values = at::constant_pad_nd(batch.values, {0, 2});  // models take two values or more
   const at::Tensor scores = loader.run({batch.dense, batch.values, batch.lengths})[0].contiguous();
   const float* score = scores.data_ptr<float>();
   const int64_t labels = scores.dim() == 2 ? scores.size(1) : 1;

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.serve import CompiledLookup, ServeCase, build, draw_request, quantized_collection, scores
+from benchmarks.serve import CompiledLookup, ServeCase, build, draw_request, quantized_collection, scores, served_tables
 from comera_rec.ops.served_bags.reference import rows_of
-from comera_rec.serving.tables import served_tables
 
 CASE = ServeCase(rows=(3000, 40, 900), dim=16, compression=5, dense_arch=(8,), over_arch=(8,), batch=100)
 
 
 def test_quantized_rows_are_the_tables() -> None:
     torch.manual_seed(0)
-    tables = served_tables(build(CASE).sparse_arch.embedding_bag_collection)
+    tables = served_tables(build(CASE))
     _, values, lengths = draw_request(CASE)
     bags = CompiledLookup(quantized_collection(tables))(torch.zeros(100, 16), values, lengths)[:, 1:]
     rows = torch.stack([rows_of(table, ids) for table, ids in zip(tables, values.split(100), strict=True)], dim=1)

@@ -58,18 +58,17 @@ def common_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def package(trained: Path, common_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`package(form)` -> a float32 MODEL.pt2; the portable form is in a Triton repository."""
+    """`package(form)` -> a float32 MODEL.pt2."""
 
     @cache
     def write(form: str) -> Path:
-        folder = tmp_path_factory.mktemp(form)
-        where = ["--triton", str(folder)] if form == "portable" else ["--output", str(folder / "model.pt2")]
+        output = tmp_path_factory.mktemp(form) / "model.pt2"
         pick_vec_isa()  # takes twenty seconds without the machine's own cache
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(common_cache))
             with pytest.raises(SystemExit, match="0"):
-                main(["export", "--checkpoint", str(trained), "--form", form, *where])
-        return folder / trained.name / "1" / "model.pt2" if form == "portable" else folder / "model.pt2"
+                main(["export", "--checkpoint", str(trained), "--form", form, "--output", str(output)])
+        return output
 
     return write
 

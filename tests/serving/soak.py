@@ -161,7 +161,7 @@ def soak(model: Path, other: Path, data: Path, *, seconds: float, swaps: int) ->
     """Load a server that starts with `model`, while `other` and `model` replace each other."""
     outcome, stop, lock = Outcome(), threading.Event(), threading.Lock()
     good, tensors = good_rows(data)
-    expected = {file_sha256(path)[:12]: ServingModel(path)(*tensors).numpy() for path in (model, other)}
+    expected = {file_sha256(path)[:12]: ServingModel(path)(*tensors)[0].numpy() for path in (model, other)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pt2"
         shutil.copy(model, path)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from comera_rec.serving.export import ExportOptions, compile_package, flatten_run
-from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ServingModel, _require_whole, read_metadata
+from comera_rec.serving.export import write_package
+from comera_rec.serving.package import FORMAT_VERSION, METADATA, ServingModel, _require_whole, read_metadata
+from comera_rec.serving.runs import export_run
 from comera_rec.serving.vocabularies import check_vocabularies
 from comera_rec.training.config import load_config
-from comera_rec.training.metrics import OneClass
 from comera_rec.training.runs import load_run
 from comera_rec.training.trainer import Trainer
 from data_pipeline.manifest import read_manifest
@@ -45,30 +45,28 @@ def test_scores_are_the_trainers(
     form: str, rows: int, trained: Path, package: Callable, request_of: Callable[[int], Request]
 ) -> None:
     request = request_of(rows)
-    scores = ServingModel(package(form))(*request)
+    (scores,) = ServingModel(package(form))(*request)
     torch.testing.assert_close(scores, trained_scores(trained, request), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ragged_and_empty_bags(form: str, trained: Path, package: Callable, request_of: Callable) -> None:
     model, dense = ServingModel(package(form)), request_of(3)[0]
-    features = len(model.metadata.categorical)
+    features = 26
     for lengths in (torch.zeros(features * 3), torch.arange(features * 3) % 4, torch.arange(features * 3) == 5):
         request = dense, torch.arange(int(lengths.sum())) % 3, lengths.long()
-        torch.testing.assert_close(model(*request), trained_scores(trained, request), rtol=0, atol=1e-5)
-    assert model(dense[:0], torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)).shape == (0,)
+        torch.testing.assert_close(model(*request)[0], trained_scores(trained, request), rtol=0, atol=1e-5)
+    assert model(dense[:0], torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))[0].shape == (0,)
     request = request_of(2)
     across = request[0].mT.contiguous().mT
-    assert torch.equal(model(*request), model(across, *request[1:])), "strides of the input"
-    assert torch.equal(model(*request), model(request[0], request[1], request[2].int()))
+    assert torch.equal(model(*request)[0], model(across, *request[1:])[0]), "strides of the input"
+    assert torch.equal(model(*request)[0], model(request[0], request[1], request[2].int())[0])
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "lost"), [("int8", 5e-4), ("bfloat16", 5e-4)])
-def test_few_bits_lose_little(form: str, dtype: str, lost: float, trained: Path) -> None:
-    _, metadata = flatten_run(ExportOptions(run=trained, form=form, dtype=dtype, expand=2000))
-    assert metadata.formed_rows > 0
-    assert metadata.ne == pytest.approx(metadata.trained_ne, rel=lost)
+@pytest.mark.parametrize(("form", "dtype"), [("portable", "int8"), ("fast", "bfloat16")])
+def test_few_bits_lose_little(form: str, dtype: str, trained: Path, tmp_path: Path) -> None:
+    metadata = export_run(trained, tmp_path / "model.pt2", form=form, dtype=dtype)
+    assert metadata.run.ne == pytest.approx(metadata.run.trained_ne, rel=5e-4)
 
 
 def flipped(path: Path, folder: Path, positions: Sequence[int], bits: int = 0xFF) -> Path:
@@ -84,7 +82,7 @@ def flipped(path: Path, folder: Path, positions: Sequence[int], bits: int = 0xFF
 def test_damaged_bytes_of_an_archive_are_refused_in_one_line(tmp_path: Path) -> None:
     good = tmp_path / "good.pt2"
     with zipfile.ZipFile(good, "w") as archive:
-        archive.writestr("model/model_metadata.json", json.dumps({METADATA_KEY: json.dumps({"format_version": 1})}))
+        archive.writestr(f"model/{METADATA}", json.dumps({"format_version": 1}))
     for at in range(good.stat().st_size):
         for bits in (0x01, 0xFF):
             with pytest.raises(ValueError, match=r"is not a package|is a package of another program|has format version") as raised:
@@ -128,18 +126,24 @@ def test_the_file_that_was_checked_is_the_one_that_is_loaded(
     with monkeypatch.context() as patch:
         patch.setattr("comera_rec.serving.package._require_whole", replace_after_check)
         model = ServingModel(path)
-    assert torch.equal(model(*request_of(3)), ServingModel(package("portable"))(*request_of(3)))
+    assert torch.equal(model(*request_of(3))[0], ServingModel(package("portable"))(*request_of(3))[0])
 
 
 def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
     metadata, manifest = read_metadata(package("fast")), read_manifest(trained.parent / "data")
-    assert (metadata.form, metadata.dtype, metadata.data) == ("fast", "float32", str(trained.parent / "data"))
-    assert metadata.categorical == {column.name: column.num_embeddings for column in manifest.categorical_columns}
-    assert metadata.checksums["C1"] == manifest.categorical_columns[0].vocabulary.sha256
-    assert metadata.ne == pytest.approx(metadata.trained_ne, rel=1e-6)
+    run, (dense, features) = metadata.run, metadata.inputs
+    assert (metadata.form, metadata.dtype, run.data) == ("fast", "float32", str(trained.parent / "data"))
+    assert metadata.names == ["dense", "values", "lengths"]
+    assert dense.shape == (-1, 13)
+    assert features.keys == {column.name: column.num_embeddings for column in manifest.categorical_columns}
+    assert run.checksums["C1"] == manifest.categorical_columns[0].vocabulary.sha256
+    assert run.ne == pytest.approx(run.trained_ne, rel=1e-6)
     check_vocabularies(metadata, manifest, trained.parent / "data")
+    other = replace(metadata, run=replace(run, offsets=(9, *run.offsets[1:])))
     with pytest.raises(ValueError, match="data has other offsets of integer columns than the model has"):
-        check_vocabularies(replace(metadata, offsets=(9, *metadata.offsets[1:])), manifest, Path("data"))
+        check_vocabularies(other, manifest, Path("data"))
+    with pytest.raises(ValueError, match="the model is not a run of `comera train`: encode rows yourself"):
+        check_vocabularies(replace(metadata, run=None), manifest, Path("data"))
 
 
 def test_a_run_without_test_rows_is_measured_where_it_was_evaluated(trained: Path, tmp_path: Path) -> None:
@@ -149,17 +153,8 @@ def test_a_run_without_test_rows_is_measured_where_it_was_evaluated(trained: Pat
     config = (trained.parent / "run.toml").read_text().replace(str(trained.parent), str(tmp_path))
     (tmp_path / "run.toml").write_text(config)
     result = Trainer(load_config(tmp_path / "run.toml", ["training.steps=2"])).train()
-    _, metadata = flatten_run(ExportOptions(run=tmp_path / "run"))
-    assert metadata.trained_ne == pytest.approx(result["ne"], rel=1e-4)
-
-
-def test_labels_of_one_class_leave_the_metrics_open(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_one_class(*_: object) -> dict[str, float]:
-        raise OneClass
-
-    monkeypatch.setattr("comera_rec.serving.export.evaluate", of_one_class)
-    _, metadata = flatten_run(ExportOptions(run=trained))
-    assert metadata.ne is metadata.auc is metadata.trained_ne is None
+    metadata = export_run(tmp_path / "run", tmp_path / "model.pt2")
+    assert metadata.run.trained_ne == pytest.approx(result["ne"], rel=1e-4)
 
 
 def test_exports_at_once_share_nothing(package: Callable, common_cache: Path) -> None:
@@ -186,15 +181,16 @@ def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
     [
         (0, lambda dense: dense[:, :5], r"dense is float32 \[3, 5\]: give float32 \[B, 13\]"),
         (0, lambda dense: dense.double(), r"dense is float64 \[3, 13\]"),
-        (0, setting((1, 2), float("nan")), "dense column I3 is nan in row 1: give a number"),
-        (0, setting(2, 3e38), r"dense column I1 is 3\.0\d*e\+38 in row 2, for which scores are not numbers: give a smaller one"),
+        (0, setting((1, 2), float("nan")), r"dense is nan at \[1, 2\]: give a number"),
+        (0, setting(2, 3e38), "scores are not numbers: a dense value is too large, or the model has diverged"),
         (1, lambda values: values.int(), r"values is int32 \[78\]: give int64 \[V\]"),
         (1, lambda values: values[:-1], "lengths add up to 78 for 77 values"),
         (1, setting(0, -1), "id -1 is out of range in column C1: its ids run from 0 to"),
         (1, setting(4, 10**12), "id 1000000000000 is out of range in column C2: its ids run from 0 to"),
-        (2, lambda lengths: lengths[1:], r"lengths is int64 \[77\]: give int64 \[78\], 26 columns of 3 rows"),
+        (2, lambda lengths: lengths[1:], r"lengths is int64 \[77\]: give int64 \[26 \* B\], key by key"),
         (2, setting(0, 0), "lengths add up to 77 for 78 values: the two must be equal"),
         (2, setting(slice(4), 2**62), "lengths add up to 18446744073709551616 for 78 values"),
+        (2, lambda lengths: lengths[:52], "lengths add up to 52 for 78 values"),
         (2, setting(slice(2), torch.tensor([-1, 3])), "lengths hold -1: give numbers of values, at least 0"),
     ],
 )
@@ -210,7 +206,7 @@ def rewritten(package: Path, folder: Path, change: Callable[[dict], object]) -> 
     with zipfile.ZipFile(package) as old, zipfile.ZipFile(output, "w") as new:
         for name in old.namelist():
             content = old.read(name)
-            if name.endswith("_metadata.json"):
+            if name.endswith(METADATA):
                 record = json.loads(content)
                 change(record)
                 content = json.dumps(record).encode()
@@ -228,22 +224,22 @@ def test_files_that_are_not_our_packages(package: Callable, tmp_path: Path) -> N
     (tmp_path / "half.pt2").write_bytes(good.read_bytes()[:10_000])
     with pytest.raises(ValueError, match=r"half\.pt2 is not a package"):
         ServingModel(tmp_path / "half.pt2")
+    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as other:
+        other.writestr("model/model_metadata.json", "{}")
     with pytest.raises(ValueError, match="is a package of another program"):
-        ServingModel(rewritten(good, tmp_path, lambda record: record.pop(METADATA_KEY)))
-    other = json.dumps({"format_version": FORMAT_VERSION + 1})
+        ServingModel(tmp_path / "other.pt2")
     with pytest.raises(ValueError, match=f"has format version {FORMAT_VERSION + 1} and this library reads {FORMAT_VERSION}"):
-        ServingModel(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: other})))
-    empty = json.dumps({"format_version": FORMAT_VERSION})
-    with pytest.raises(ValueError, match=r"has metadata that can't be read \(dense\): export the run again"):
-        read_metadata(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: empty})))
+        ServingModel(rewritten(good, tmp_path, lambda record: record.update({"format_version": FORMAT_VERSION + 1})))
+    with pytest.raises(ValueError, match=r"has metadata that can't be read \(inputs\): export the model again"):
+        read_metadata(rewritten(good, tmp_path, lambda record: record.pop("inputs")))
 
 
 PORTABLE = """
 import sys, torch
 model = torch._inductor.aoti_load_package(sys.argv[1])
-scores = model(*torch.load(sys.argv[2]))
+(scores,) = model(*torch.load(sys.argv[2]))
 assert not any(name.partition(".")[0] in ("comera_rec", "torchrec", "fbgemm_gpu") for name in sys.modules)
-assert model(torch.empty(0, 13), torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)).shape == (0,)
+assert model(torch.empty(0, 13), torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))[0].shape == (0,)
 print(*scores.tolist())
 """
 
@@ -260,7 +256,7 @@ def test_the_portable_form_only_needs_torch(trained: Path, package: Callable, re
 class TwoLabels(torch.nn.Module):
     """A model whose scores come from its first two numbers."""
 
-    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
         return dense[:, :2].sigmoid()
 
 
@@ -298,8 +294,10 @@ def test_the_program_without_python(trained: Path, package: Callable, request_of
             failed = answer(model, mistake)
             assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (2, "", 1)
             assert failed.stderr.startswith(f"score: {message}")
-    two, metadata = tmp_path / "two.pt2", replace(read_metadata(package("portable")), labels=("click", "buy"))
-    compile_package(TwoLabels(), two, metadata)
+    two, keys = tmp_path / "two.pt2", [f"C{number}" for number in range(26)]
+    features = KeyedJaggedTensor(keys, request[1], lengths=request[2])
+    facts = {"integer_columns": "13", "table_rows": " ".join(["1000000"] * 26)}
+    write_package(TwoLabels(), (request[0], features), two, form="portable", dtype="float32", facts=facts)
     scores = torch.tensor([[float(word) for word in line.split()] for line in answer(two, request).stdout.splitlines()])
     torch.testing.assert_close(scores, request[0][:, :2].sigmoid())
     failed = subprocess.run([program, str(batch), str(batch)], capture_output=True, text=True, check=False)

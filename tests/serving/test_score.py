@@ -48,7 +48,7 @@ def expected(model: Path, data: Path, split: str) -> np.ndarray:
     manifest = read_manifest(data)
     table = pa.concat_tables([pq.read_table(data / shard.path) for shard in manifest.splits[split].shards])
     with torch.inference_mode():
-        actual: np.ndarray = ServingModel(model)(*map(torch.from_numpy, flat_rows(table, manifest))).numpy()
+        actual: np.ndarray = ServingModel(model)(*map(torch.from_numpy, flat_rows(table, manifest)))[0].numpy()
     return actual
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import json
 import socket
 import subprocess
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,80 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import uvloop
 from soak import bad_requests, good_rows, soak
-from starlette.testclient import TestClient
 
 from comera_rec.serving import connections
 from comera_rec.serving.batching import merge
-from comera_rec.serving.connections import HttpServer, listen
-from comera_rec.serving.package import ServingModel
+from comera_rec.serving.connections import listen
+from comera_rec.serving.package import FeatureInput, ModelMetadata, ServingModel, TensorInput
 from comera_rec.serving.server import ServeOptions, Server, serve
 from comera_rec.serving.versions import ModelFile, Version
-from data_pipeline.encoder import Flat, RequestEncoder
+from data_pipeline.encoder import RequestEncoder
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
+
+
+@contextlib.contextmanager
+def listening(server: Server) -> Iterator[tuple[Callable[[], None], tuple[str, int]]]:
+    """Run a server in a thread; yield a function that stops it, and its address."""
+    sock, loop, stop = listen("127.0.0.1", 0), uvloop.new_event_loop(), asyncio.Event()
+    address = sock.getsockname()
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.run(sock, stop),))
+    thread.start()
+
+    def end() -> None:
+        loop.call_soon_threadsafe(stop.set)
+
+    try:
+        yield end, address
+    finally:
+        end()
+        thread.join()
+        loop.close()
+        sock.close()
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def error(self) -> str:
+        (error,) = self.json().values()
+        return error
+
+
+class Client:
+    """Requests on one connection."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.connection = HTTPConnection(*address, timeout=60)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def get(self, path: str) -> Answer:
+        return self.request("GET", path)
+
+    def post(self, path: str, content: Any, headers: Mapping[str, str] | None = None) -> Answer:
+        return self.request("POST", path, content if isinstance(content, bytes) else json.dumps(content).encode(), headers)
+
+    def request(self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> Answer:
+        self.connection.request(method, path, body, dict(headers or {}))
+        response = self.connection.getresponse()
+        return Answer(response.status, response.headers, response.read())
+
+
+@contextlib.contextmanager
+def served(options: ServeOptions) -> Iterator[Client]:
+    with listening(Server(options)) as (_, address), contextlib.closing(Client(address)) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +106,8 @@ def model(package: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def client(model: Path, data: Path) -> Iterator[TestClient]:
-    with TestClient(Server(ServeOptions(model=model, data=data)).app) as client:
+def client(model: Path, data: Path) -> Iterator[Client]:
+    with served(ServeOptions(model=model, data=data)) as client:
         yield client
 
 
@@ -107,36 +168,24 @@ def test_a_file_that_fails_in_any_way_does_not_end_the_watch(tmp_path: Path, mon
     assert file.current.number == "second"
 
 
-def test_open_inference_protocol(client: TestClient, model: Path, data: Path) -> None:
+def test_open_inference_protocol(client: Client, model: Path, data: Path) -> None:
     good, tensors = good_rows(data)
     assert client.get("/v2").json()["name"] == "comera-rec"
     assert client.get("/v2/health/live").json() == {"live": True}
     assert client.get("/v2/health/ready").json() == {"ready": True}
     assert client.get("/v2/models/model/ready").json() == {"name": "model", "ready": True}
     described = client.get("/v2/models/model").json()
-    assert [(tensor["name"], tensor["datatype"]) for tensor in described["inputs"]] == [
-        ("dense", "FP32"),
-        ("values", "INT64"),
-        ("lengths", "INT32"),
+    assert [(tensor["name"], tensor["datatype"], tensor["shape"]) for tensor in described["inputs"]] == [
+        ("dense", "FP32", [-1, 13]),
+        ("values", "INT64", [-1]),
+        ("lengths", "INT64", [-1]),
     ]
-    answer = client.post("/v2/models/model/infer", json=good | {"id": "7"}).json()
+    answer = client.post("/v2/models/model/infer", good | {"id": "7"}).json()
     assert answer["id"] == "7"
     assert answer["model_version"] == described["versions"][0]
     (output,) = answer["outputs"]
     assert (output["name"], output["datatype"], output["shape"]) == ("probabilities", "FP32", [5])
-    np.testing.assert_allclose(output["data"], ServingModel(model)(*tensors).numpy(), atol=1e-6)
-
-
-def test_versions_have_addresses(client: TestClient, data: Path) -> None:
-    good, _ = good_rows(data)
-    (version,) = client.get("/v2/models/model").json()["versions"]
-    present, other = f"/v2/models/model/versions/{version}", "/v2/models/model/versions/1"
-    assert client.get(present).json() == client.get("/v2/models/model").json()
-    assert client.get(f"{present}/ready").json() == {"name": "model", "ready": True}
-    assert client.post(f"{present}/infer", json=good).json() == client.post("/v2/models/model/infer", json=good).json()
-    for answer in (client.get(other), client.get(f"{other}/ready"), client.post(f"{other}/infer", json=good)):
-        assert answer.status_code == 404
-        assert answer.json()["error"] == f"there is no version '1' of model here: ask for {version}"
+    np.testing.assert_allclose(output["data"], ServingModel(model)(*tensors)[0].numpy(), atol=1e-6)
 
 
 def binary_request(good: dict[str, Any], **changes: Any) -> tuple[bytes, dict[str, str]]:
@@ -151,7 +200,6 @@ def binary_request(good: dict[str, Any], **changes: Any) -> tuple[bytes, dict[st
     return b"".join([text, *parts]), {"Inference-Header-Content-Length": str(len(text))}
 
 
-@pytest.mark.parametrize("compress", [None, gzip.compress, zlib.compress])
 @pytest.mark.parametrize(
     "wanted",
     [
@@ -161,15 +209,11 @@ def binary_request(good: dict[str, Any], **changes: Any) -> tuple[bytes, dict[st
         {},
     ],
 )
-def test_binary_tensors(
-    client: TestClient, model: Path, data: Path, wanted: dict[str, Any], compress: Callable[[bytes], bytes] | None
-) -> None:
+def test_binary_tensors(client: Client, model: Path, data: Path, wanted: dict[str, Any]) -> None:
     good, tensors = good_rows(data)
     body, headers = binary_request(good, **wanted)
-    if compress:
-        body, headers["Content-Encoding"] = compress(body), "gzip" if compress is gzip.compress else "deflate"
-    answer = client.post("/v2/models/model/infer", content=body, headers=headers)
-    assert answer.status_code == 200
+    answer = client.post("/v2/models/model/infer", body, headers)
+    assert answer.status == 200
     length = int(answer.headers.get("Inference-Header-Content-Length", len(answer.content)))
     (output,) = json.loads(answer.content[:length])["outputs"]
     if "data" in output:
@@ -178,10 +222,10 @@ def test_binary_tensors(
     else:
         assert output["parameters"]["binary_data_size"] == len(answer.content) - length
         scores = np.frombuffer(answer.content[length:], "<f4")
-    np.testing.assert_allclose(scores, ServingModel(model)(*tensors).numpy(), atol=1e-6)
+    np.testing.assert_allclose(scores, ServingModel(model)(*tensors)[0].numpy(), atol=1e-6)
 
 
-def test_mistakes_in_binary_and_compressed_requests(client: TestClient, data: Path) -> None:
+def test_mistakes_in_binary_requests(client: Client, data: Path) -> None:
     body, headers = binary_request(good_rows(data)[0])
     length = headers["Inference-Header-Content-Length"]
     mistakes = [
@@ -193,34 +237,30 @@ def test_mistakes_in_binary_and_compressed_requests(client: TestClient, data: Pa
         (400, body.replace(b'"binary_data_size": ', b'"binary_data_size":-'), headers),
         (400, body.replace(b'"shape": [5, 13]', b'"shape": [5, 12]'), headers),
         (400, body[: int(length)], {}),
-        (400, body, headers | {"Content-Encoding": "gzip"}),
-        (400, gzip.compress(body)[:-9], headers | {"Content-Encoding": "gzip"}),
-        (400, gzip.compress(body) * 2, headers | {"Content-Encoding": "gzip"}),
-        (413, gzip.compress(bytes(100 << 20)), headers | {"Content-Encoding": "gzip"}),
-        (415, body, headers | {"Content-Encoding": "br"}),
+        (415, body, headers | {"Content-Encoding": "gzip"}),
     ]
     for status, content, sent in mistakes:
-        answer = client.post("/v2/models/model/infer", content=content, headers=sent)
-        assert answer.status_code == status, f"{sent}: {answer.status_code} {answer.text}"
-        assert "\n" not in answer.json()["error"]
+        answer = client.post("/v2/models/model/infer", content, sent)
+        assert answer.status == status, f"{sent}: {answer.status} {answer.content}"
+        assert "\n" not in answer.error
 
 
-def test_raw_rows(client: TestClient, model: Path, data: Path) -> None:
+def test_raw_rows(client: Client, model: Path, data: Path) -> None:
     rows = raw_rows(data, 20)
-    answer = client.post("/score", json={"rows": rows})
-    assert answer.status_code == 200
+    answer = client.post("/score", {"rows": rows})
+    assert answer.status == 200
     flat = RequestEncoder(data)(rows)
-    np.testing.assert_allclose(answer.json()["scores"], ServingModel(model)(*map(torch.from_numpy, flat)).numpy(), atol=1e-6)
+    np.testing.assert_allclose(answer.json()["scores"], ServingModel(model)(*map(torch.from_numpy, flat))[0].numpy(), atol=1e-6)
 
 
-def test_every_mistake_is_one_line(client: TestClient, data: Path) -> None:
+def test_every_mistake_is_one_line(client: Client, data: Path) -> None:
     good, _ = good_rows(data)
     for method, path, body in bad_requests("model", good):
-        answer = client.request(method, path, content=body)
-        assert 400 <= answer.status_code < 500, f"{method} {path} {(body or b'')[:60]!r}: {answer.status_code} {answer.text}"
-        (error,) = answer.json().values()
-        assert error
-        assert "\n" not in error
+        if len(body or b"") < 1 << 20:
+            answer = client.request(method, path, body)
+            assert 400 <= answer.status < 500, f"{method} {path} {(body or b'')[:60]!r}: {answer.status} {answer.content}"
+            assert answer.error
+            assert "\n" not in answer.error
 
 
 @pytest.mark.parametrize(
@@ -231,56 +271,65 @@ def test_every_mistake_is_one_line(client: TestClient, data: Path) -> None:
         ({}, 200, ""),
     ],
 )
-def test_raw_values_refused(client: TestClient, data: Path, change: dict[str, Any], status: int, message: str) -> None:
-    answer = client.post("/score", json={"rows": [raw_rows(data, 1)[0] | change]})
-    assert answer.status_code == status
+def test_raw_values_refused(client: Client, data: Path, change: dict[str, Any], status: int, message: str) -> None:
+    answer = client.post("/score", {"rows": [raw_rows(data, 1)[0] | change]})
+    assert answer.status == status
     assert message in answer.json().get("error", "")
 
 
-def test_metrics(client: TestClient) -> None:
+def test_metrics(client: Client) -> None:
     client.get("/v2/models/other")
-    text = client.get("/metrics").text
-    assert 'comera_requests_total{route="/v2/models/{name}",status="404"}' in text
+    text = client.get("/metrics").content.decode()
+    assert 'comera_requests_total{route="other",status="404"}' in text
     assert "comera_batch_rows_count" in text
 
 
 def test_limits(model: Path, data: Path) -> None:
     good, _ = good_rows(data)
-    with TestClient(Server(ServeOptions(model=model, data=data, max_rows=4, max_body=100_000)).app) as client:
-        answer = client.post("/v2/models/model/infer", json=good)
-        assert (answer.status_code, answer.json()["error"]) == (413, "the request has 5 rows: send at most 4 at a time")
-        answer = client.post("/score", content=iter([b" " * 60_000] * 3))
-        assert (answer.status_code, answer.json()["error"]) == (
-            413,
-            "the body has more than 100000 bytes: send fewer rows at a time",
-        )
+    with served(ServeOptions(model=model, data=data, max_rows=4, max_body=100_000)) as client:
+        answer = client.post("/v2/models/model/infer", good)
+        assert (answer.status, answer.error) == (413, "the request has 5 rows: send at most 4 at a time")
+        answer = client.post("/score", b" " * 180_000)
+        assert (answer.status, answer.error) == (413, "the body has more than 100000 bytes: send fewer rows at a time")
 
 
 def test_requests_beyond_the_queue_are_told_to_come_back(model: Path, data: Path) -> None:
     good, _ = good_rows(data)
     server = Server(ServeOptions(model=model, data=data, max_queue=7))
-    with TestClient(server.app) as client:
-        assert client.post("/v2/models/model/infer", json=good).status_code == 200
-        server.batcher._waiting_rows += 3  # as if others waited
-        answer = client.post("/v2/models/model/infer", json=good)
-        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-        assert answer.json()["error"] == "more than 7 rows wait: try again, or start more servers"
-        server.batcher._waiting_rows -= 3
-        assert client.post("/v2/models/model/infer", json=good).status_code == 200
+    with listening(server) as (_, address), contextlib.closing(Client(address)) as client:
+        assert client.post("/v2/models/model/infer", good).status == 200
+        server.batcher.waiting_rows += 3  # as if others waited
+        answer = client.post("/v2/models/model/infer", good)
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+        assert answer.error == "more than 7 rows wait: try again, or start more servers"
+        server.batcher.waiting_rows -= 3
+        assert client.post("/v2/models/model/infer", good).status == 200
 
 
-@contextlib.contextmanager
-def listening(server: Server) -> Iterator[tuple[HttpServer, tuple[str, int]]]:
-    """Run a server in a thread; yield it and its address."""
-    http, sock = HttpServer(server.app), listen("127.0.0.1", 0)
-    thread = threading.Thread(target=http.run, kwargs={"sockets": [sock]})
-    thread.start()
-    try:
-        yield http, sock.getsockname()
-    finally:
-        http.should_exit = True
-        thread.join()
-        sock.close()
+def test_pipelined_and_chunked_requests_are_answered_in_order(client: Client, data: Path) -> None:
+    body = json.dumps(good_rows(data)[0]).encode()
+    infer = b"POST /v2/models/model/infer HTTP/1.1\r\n"
+    requests = [
+        infer + b"Content-Length: %d\r\n\r\n" % len(body) + body,
+        b"GET /v2/health/live HTTP/1.1\r\n\r\n",
+        infer + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n",
+        b"GET /v2/health/ready HTTP/1.1\r\nConnection: close\r\n\r\n",
+    ]
+    with socket.create_connection((client.connection.host, client.connection.port)) as sock:
+        sock.sendall(b"".join(requests * 10))
+        with sock.makefile("rb") as answers:
+            content = answers.read()
+    assert content.count(b"HTTP/1.1 200 OK") == 4
+    places = [content.index(word) for word in (b"probabilities", b'"live"', b'"ready"')]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01 nonsense\r\n\r\n", b"GET /v2 HTTP/1.1\r\nX: " + b"x" * 70_000])
+def test_bytes_that_are_no_request_are_refused(client: Client, sent: bytes) -> None:
+    with socket.create_connection((client.connection.host, client.connection.port)) as sock:
+        sock.sendall(sent)
+        with sock.makefile("rb") as answer:
+            assert answer.readline().startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
 
 
 def test_a_body_that_is_too_long_is_answered_after_it_was_sent(model: Path, data: Path) -> None:
@@ -319,14 +368,14 @@ def test_a_server_that_stops_answers_what_was_sent(
                 outcomes.append(error)
             connection.close()
 
-    with listening(Server(ServeOptions(model=model, data=data, max_batch=5))) as (http, address):
+    with listening(Server(ServeOptions(model=model, data=data, max_batch=5))) as (end, address):
         half = socket.create_connection(address)
         half.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
         threads = [threading.Thread(target=client, args=(address,)) for _ in range(24)]
         for thread in threads:
             thread.start()
         time.sleep(1)
-        http.should_exit = True
+        end()
         for thread in threads:
             thread.join()
         with half, half.makefile("rb") as answer:
@@ -360,14 +409,23 @@ def test_clients_that_stop_sending_are_disconnected(
 IMPORTED = """
 import json, sys
 from pathlib import Path
-from starlette.testclient import TestClient
+import asyncio
 from comera_rec.cli.serve import ServeOptions
+from comera_rec.serving.connections import Request
 from comera_rec.serving.server import Server
 
 model, data, *bodies = sys.argv[1:]
-with TestClient(Server(ServeOptions(model=Path(model), data=Path(data))).app) as client:
+answers = []
+
+async def ask():
+    server = Server(ServeOptions(model=Path(model), data=Path(data)))
     for path, body in zip(("/v2/models/model/infer", "/score"), bodies, strict=True):
-        assert client.post(path, content=body).status_code == 200
+        server.handle(Request("POST", path, {}, body.encode()), answers.append)
+    while len(answers) < 2:
+        await asyncio.sleep(0.01)
+
+asyncio.run(ask())
+assert [answer.status for answer in answers] == [200, 200]
 heavy = {"torch._inductor", "torch._dynamo", "torchrec", "fbgemm_gpu", "sympy", "pandas", "triton"}
 print(*sorted(heavy & sys.modules.keys()))
 """
@@ -385,12 +443,12 @@ def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp
     model, data = package("portable"), trained.parent / "data"
     aside = data.rename(data.with_name("aside"))
     try:
-        with TestClient(Server(ServeOptions(model=model)).app) as client:
-            answer = client.post("/score", json={"rows": []})
-            assert answer.status_code == 404
-            assert "unavailable without vocabularies: " in answer.json()["error"]
-            assert "name another with --data" in answer.json()["error"]
-            assert client.post("/v2/models/model/infer", json=good_rows(aside)[0]).status_code == 200
+        with served(ServeOptions(model=model)) as client:
+            answer = client.post("/score", {"rows": []})
+            assert answer.status == 404
+            assert "unavailable without vocabularies: " in answer.error
+            assert "name another with --data" in answer.error
+            assert client.post("/v2/models/model/infer", good_rows(aside)[0]).status == 200
     finally:
         aside.rename(data)
     log = tmp_path / "log"
@@ -414,13 +472,19 @@ def test_port_in_use(model: Path) -> None:
 
 
 def test_merged_requests() -> None:
-    """Rows of two columns keep their values, including lists of any length."""
-    one = Flat(np.ones((2, 1), np.float32), np.array([1, 2, 3, 10]), np.array([2, 1, 0, 1], np.int32))
-    two = Flat(np.zeros((1, 1), np.float32), np.array([4, 5]), np.array([0, 2], np.int32))
-    dense, values, lengths = merge([one, two, one])
+    """Rows of two keys keep their values and weights, including lists of any length."""
+    features = FeatureInput(prefix="", keys={"a": None, "b": None}, is_weighted=True)
+    inputs = (TensorInput(name="dense", datatype="FP32", shape=(-1, 1)), features)
+    metadata = ModelMetadata(
+        format_version=0, inputs=inputs, outputs=(), library_version="", torch_version="", form="fast", dtype="float32"
+    )
+    one = [np.ones((2, 1), np.float32), np.array([1, 2, 3, 10]), np.array([2, 1, 0, 1]), np.array([0.1, 0.2, 0.3, 1.0])]
+    two = [np.zeros((1, 1), np.float32), np.array([4, 5]), np.array([0, 2]), np.array([0.4, 0.5])]
+    dense, values, lengths, weights = merge([one, two, one], metadata)
     assert dense.ravel().tolist() == [1, 1, 0, 1, 1]
     assert values.tolist() == [1, 2, 3, 1, 2, 3, 10, 4, 5, 10]
     assert lengths.tolist() == [2, 1, 0, 2, 1, 0, 1, 2, 0, 1]
+    assert weights.tolist() == [value / 10 for value in values.tolist()]
 
 
 def test_load_with_new_versions(package: Callable[[str], Path], data: Path) -> None:

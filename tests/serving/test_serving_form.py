@@ -17,9 +17,8 @@ from comera_rec.nn import TTModule
 from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.rank import truncate_ranks_
 from comera_rec.recsys import build_deepfm, build_wide_deep
-from comera_rec.serving.export import FORMS, ExportOptions
-from comera_rec.serving.flat import FlatModel, _serving_layer
-from comera_rec.serving.tables import expand, served_tables, with_formed
+from comera_rec.serving.forms import FORMS, serving_copy, serving_layer
+from comera_rec.serving.tables import served_table, with_formed
 
 
 @pytest.fixture
@@ -50,12 +49,10 @@ def collection() -> cr.TTEmbeddingBagCollection:
 
 
 def test_served_rows_are_the_tables(collection: cr.TTEmbeddingBagCollection) -> None:
-    tables = served_tables(collection)
-    assert [table.name for table in tables] == ["f2", "f3", "f4", "a", "b"]
-    assert [len(table.formed) for table in tables] == [20, 20, 20, 30, 30]
-    assert [table.mean for table in tables] == [True, True, True, False, False]
-    for table in tables[:3]:
-        matrix = collection.tt_bag(table.name.replace("f", "t")).dense_matrix().detach()
+    for name in ("t2", "t3", "t4"):
+        table = served_table(collection.tt_bag(name))
+        assert len(table.formed) == 20
+        matrix = collection.tt_bag(name).dense_matrix().detach()
         for formed in (0, 100, 500, 1111):
             rows = rows_of(with_formed(table, formed), torch.arange(1111))
             torch.testing.assert_close(rows, matrix, rtol=1e-4, atol=1e-4)
@@ -74,19 +71,9 @@ def test_parts_truncated_to_rank_0_add_nothing(form: str, emptied: str, collecti
     features = [f"f{order}" for order in (2, 3, 4)] + ["a", "b"]
     lengths = torch.randint(0, 3, (5 * 7,))
     values = torch.cat([torch.randint(0, 1111 if k < 3 else 30, (int(lengths[7 * k : 7 * k + 7].sum()),)) for k in range(5)])
-    expected = collection(KeyedJaggedTensor(features, values, lengths=lengths))
-    tables = FORMS[form](served_tables(collection), torch.float32)
-    lead = torch.zeros(7, 8)
-    actual = tables(lead, values, lengths)[:, 1:]
-    torch.testing.assert_close(actual.flatten(1), torch.cat([expected[name] for name in features], dim=1), rtol=1e-4, atol=1e-4)
-
-
-def test_expanded_rows_are_the_most_frequent(collection: cr.TTEmbeddingBagCollection) -> None:
-    tables = served_tables(collection)
-    counts = [torch.full((1111,), 5), torch.arange(1111, 0, -1) * 1000, torch.empty(0), torch.ones(30), torch.ones(30)]
-    grown = expand(tables, counts, 100 * 32, 32)
-    assert [len(table.formed) for table in grown] == [20, 120, 20, 30, 30]
-    assert sum(len(table.formed) for table in expand(tables, counts, 10**9, 32)) == 1111 + 1111 + 20 + 60
+    batch = KeyedJaggedTensor(features, values, lengths=lengths)
+    served, _ = serving_copy(collection, {"features": batch}, form, "float32")
+    torch.testing.assert_close(served(batch).values(), collection(batch).values(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, 16])
@@ -96,20 +83,7 @@ def test_a_tt_layer_keeps_its_values(ranks: int) -> None:
         for rank in layer.rank_parameters():
             nn.init.uniform_(rank)
     input = torch.randn(5, 30)
-    torch.testing.assert_close(_serving_layer(layer)(input), layer(input), rtol=1e-5, atol=1e-5)
-
-
-def test_tritons_repository(package: Callable[[str], Path]) -> None:
-    folder = package("portable").parents[1]
-    assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) == ["1", "1/model.pt2", "config.pbtxt"]
-    config = (folder / "config.pbtxt").read_text()
-    for line in (
-        'name: "run"',
-        'platform: "torch_aoti"',
-        "max_batch_size: 0",
-        'name: "INPUT__0" data_type: TYPE_FP32 dims: [ -1, 13 ]',
-    ):
-        assert line in config
+    torch.testing.assert_close(serving_layer(layer)(input), layer(input), rtol=1e-5, atol=1e-5)
 
 
 def test_the_library_lies_beside_the_fast_form(package: Callable[[str], Path]) -> None:
@@ -120,10 +94,8 @@ def test_the_library_lies_beside_the_fast_form(package: Callable[[str], Path]) -
     ("arguments", "message"),
     [
         (["--output", "{folder}/m.pt2", "--dtype", "int4"], "int4"),
-        (["--output", "{folder}/m.pt2", "--expand", "-1"], "'-1' is not a size; write it like 64MiB or 2GiB"),
         (["--output", "{folder}/m.pt2", "--data", "{folder}"], "is not a preprocessed data set"),
         (["--output", "{folder}/m.pt2", "--checkpoint", "{folder}"], "holds no checkpoint"),
-        ([], "give --output or --triton"),
     ],
 )
 def test_mistakes_leave_nothing(
@@ -137,13 +109,8 @@ def test_mistakes_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="form is 'slow': choose 'portable' or 'fast'"):
-        ExportOptions(run=Path("run"), form="slow")
-
-
 @pytest.mark.parametrize("dense", [3, 0])
-@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm"])
+@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm", "wide & deep"])
 def test_every_architecture_is_served(
     architecture: str, dense: int, collection: cr.TTEmbeddingBagCollection, random_jagged: Callable[..., KeyedJaggedTensor]
 ) -> None:
@@ -151,22 +118,16 @@ def test_every_architecture_is_served(
     if architecture == "deepfm":
         sizes = {"hidden_layer_size": 16, "deep_fm_dimension": 16}
         model = build_deepfm(configs, dense_in_features=dense, linears=linears, **sizes)
+    elif architecture == "wide & deep":
+        model = build_wide_deep(configs, dense_in_features=dense, deep_layer_sizes=[8], linears=linears)
     else:
         sizes = {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
         model = cr.build_dlrm(configs, dense_in_features=dense, linears=linears, cross_layers=2 * (architecture == "dcn"), **sizes)
-    tables = served_tables(model.sparse_arch.embedding_bag_collection)
-    flat = FlatModel(model, FORMS["portable"](tables, torch.float32)).eval()
-    assert not any(isinstance(module, cr.TTLinear) for module in flat.modules())
     features = random_jagged({"f2": 1111, "f3": 1111, "f4": 1111, "a": 30, "b": 30}, 5)
-    inputs = torch.randn(5, dense), features.values(), features.lengths().long()
+    arguments = {"dense_features": torch.randn(5, dense), "sparse_features": features}
     with torch.no_grad():
-        torch.testing.assert_close(flat(*inputs), model(inputs[0], features).squeeze(1).sigmoid(), rtol=1e-5, atol=1e-5)
-        if not dense:  # the case that differs most from what other tests compile
-            exported = torch.export.export(flat, inputs, strict=True).module()
-            torch.testing.assert_close(exported(*inputs), flat(*inputs))
-
-
-def test_a_model_that_cannot_be_packaged_is_refused_in_one_line(collection: cr.TTEmbeddingBagCollection) -> None:
-    model = build_wide_deep(collection.embedding_bag_configs(), dense_in_features=3, deep_layer_sizes=[8])
-    with pytest.raises(ValueError, match="a Wide & Deep model can't be packaged: export it dense, to a folder"):
-        FlatModel(model, FORMS["portable"](served_tables(model.sparse_arch.embedding_bag_collection), torch.float32))
+        expected = model.eval()(**arguments)
+        for form in FORMS:
+            served, _ = serving_copy(model, arguments, form, "float32")
+            assert not any(isinstance(module, TTModule) for module in served.modules())
+            torch.testing.assert_close(served(**arguments), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,323 @@
+"""Copies of models whose tables and TT layers have the form used for serving.
+
+B batch size, K keys of a batch, V ids, N embedding dimension.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
+from torchrec.models.dlrm import InteractionArch
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
+
+from comera_rec.nn import TTEmbedding, TTEmbeddingBag, TTLinear, TTModule
+from comera_rec.ops.native import ops
+from comera_rec.ops.served_bags import DTYPES, ServedTable
+from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
+from comera_rec.recsys.interaction import PairwiseInteraction
+from comera_rec.serving.decompositions import permuted
+from comera_rec.serving.fast import FastTables
+from comera_rec.serving.portable import PortableTables, ServedTables
+from comera_rec.serving.tables import served_table
+from comera_rec.tt import contract
+
+FORMS: dict[str, type[PortableTables | FastTables]] = {"portable": PortableTables, "fast": FastTables}
+COLLECTIONS = (
+    TTEmbeddingBagCollection, TTEmbeddingCollection, EmbeddingBagCollection, FusedEmbeddingBagCollection, EmbeddingCollection,
+)  # fmt: skip
+Tables = Callable[[Sequence[ServedTable | None]], ServedTables]
+
+
+Called = list[tuple[KeyedJaggedTensor, nn.Module]]
+
+
+def serving_copy(model: nn.Module, arguments: Mapping[str, Any], form: str, dtype: str) -> tuple[nn.Module, Called]:
+    """Copy a model to the CPU with its tables, TorchRec's dense ones included, and its TT layers in serving form.
+
+    Args:
+        model: any module; left as it is.
+        arguments: of `forward`; they show which keys each collection is called with.
+        form, dtype: as for `comera_rec.export`.
+
+    Returns:
+        The copy, and what each collection was called with.
+    """
+    tables: Tables = lambda chosen: FORMS[form](chosen, DTYPES[dtype])  # noqa: E731
+    copied = _replaced(copy.deepcopy(model).cpu().eval(), partial(_replacement, tables=tables, is_fast=form == "fast"), {})
+    called: Called = []
+
+    def see(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        called.extend((each, module) for each in (*inputs, *named.values()) if isinstance(each, KeyedJaggedTensor))
+
+    collections = [module for module in copied.modules() if isinstance(module, COLLECTIONS)]
+    hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in collections]
+    copied(**arguments)
+    for hook in hooks:
+        hook.remove()
+    keys = {module: list(features.keys()) for features, module in called}
+    return _replaced(copied, lambda module: _collection(module, keys[module], tables) if module in keys else None, {}), called
+
+
+def id_limits(features: KeyedJaggedTensor, called: Called) -> dict[str, int | None]:
+    """Return the number of ids of each key of an input, from the collections that were called with it; None where none was."""
+    limits: dict[str, int | None] = dict.fromkeys(features.keys())
+    for given, module in called:
+        for config in _configs(module) if given is features else ():
+            for name in config.feature_names:
+                limits[name] = min(limits[name] or config.num_embeddings, config.num_embeddings)
+    return limits
+
+
+def _configs(collection: Any) -> Sequence[BaseEmbeddingConfig]:
+    is_pooled = hasattr(collection, "embedding_bag_configs")
+    configs: Sequence[BaseEmbeddingConfig] = collection.embedding_bag_configs() if is_pooled else collection.embedding_configs()
+    return configs
+
+
+def _replaced(
+    module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None], done: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """Replace modules in place wherever they are shared; those inside a module with a replacement stay."""
+    if module not in done:
+        replaced = replacement(module)
+        done[module] = replaced or module
+        if replaced is None:
+            for name, child in module._modules.items():
+                if child is not None:
+                    module._modules[name] = _replaced(child, replacement, done)
+    return done[module]
+
+
+def _replacement(module: nn.Module, tables: Tables, is_fast: bool) -> nn.Module | None:
+    """Return the serving form of a module that isn't a collection."""
+    if isinstance(module, COLLECTIONS):
+        return module  # later, once its keys are known
+    if isinstance(module, TTLinear):
+        return serving_layer(module)
+    if isinstance(module, TTEmbedding):
+        return _Rows(tables([served_table(module)]), module.padding_idx)
+    if isinstance(module, TTEmbeddingBag) and module.mode != "max":
+        return _Bags(tables([served_table(module, mean=module.mode == "mean")]), module.include_last_offset)
+    if isinstance(module, TTModule):
+        return module.to_dense()
+    if isinstance(module, InteractionArch) and is_fast and module.F > 0:
+        return _FastInteraction()
+    if isinstance(module, PairwiseInteraction):
+        return InteractionArch(module.F)
+    if isinstance(module, ManagedCollisionCollection):
+        return _Collisions(module)
+    return None
+
+
+class _Lookup(NamedTuple):
+    """A name of what a collection returns, and the table and feature that it comes from."""
+
+    name: str
+    table: ServedTable
+    feature: str
+
+
+def _collection(module: nn.Module, keys: list[str], tables: Tables) -> nn.Module:
+    """Return the serving form of a collection that is called with the given keys."""
+    made: Any = module
+    is_ours, is_pooled = hasattr(made, "tt_bags") or hasattr(made, "tables"), hasattr(made, "embedding_bag_configs")
+    configs = _configs(module)
+    collection = made.tables if is_ours and not is_pooled else made
+    dense = collection.dense_bags if is_ours else collection
+    weights = {name.split(".")[1]: rows for name, rows in dense.state_dict().items()} if dense is not None else {}
+    lookups = []
+    for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
+        is_tt = is_ours and config.name in collection.tt_bags
+        source = collection.tt_bag(config.name) if is_tt else weights[config.name]
+        table = served_table(source, mean=is_pooled and config.pooling == PoolingType.MEAN)
+        lookups += [_Lookup(name, table, feature) for name, feature in zip(names, config.feature_names, strict=True)]
+    groups = [(tables([by_key.get(key) for key in keys]), by_key) for by_key in _groups(lookups)]
+    if is_pooled:
+        return _BagCollection(keys, lookups, groups, is_weighted=made.is_weighted())
+    return _RowCollection(keys, lookups, groups, need_indices=made.need_indices())
+
+
+def _groups(lookups: Sequence[_Lookup]) -> list[dict[str, ServedTable]]:
+    """Divide lookups into groups of one dimension, with at most one table for each feature."""
+    groups: list[dict[str, ServedTable]] = []
+    for _, table, feature in lookups:
+        fitting = (group for group in groups if feature not in group and next(iter(group.values())).columns == table.columns)
+        group = next(fitting, None)
+        if group is None:
+            groups.append(group := {})
+        group[feature] = table
+    return groups
+
+
+class _Served(nn.Module):
+    """A collection in serving form."""
+
+    def __init__(
+        self, keys: list[str], lookups: Sequence[_Lookup], groups: Sequence[tuple[ServedTables, dict[str, ServedTable]]]
+    ) -> None:
+        super().__init__()
+        self.keys, self.names = keys, [lookup.name for lookup in lookups]
+        self.groups = nn.ModuleList([module for module, _ in groups])
+        # The group, and the position among its features, of each lookup.
+        self.places = [
+            next((g, keys.index(feature)) for g, (_, group) in enumerate(groups) if group.get(feature) is table)
+            for _, table, feature in lookups
+        ]
+        self.widths = [lookup.table.columns for lookup in lookups]
+        self.is_ordered = self.places == [(0, k) for k in range(len(keys))]
+
+    def _groups(self) -> Iterator[ServedTables]:
+        for group in self.groups:
+            assert isinstance(group, ServedTables)
+            yield group
+
+    def inputs(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        if list(features.keys()) != self.keys:
+            raise ValueError(f"a collection is called with keys {list(features.keys())}, with the sample batch {self.keys}")
+        return features.values().long(), features.lengths().long()
+
+
+class _BagCollection(_Served):
+    """KeyedJaggedTensor -> KeyedTensor [B, sum of N]."""
+
+    def __init__(self, *parts: Any, is_weighted: bool) -> None:
+        super().__init__(*parts)
+        self.is_weighted = is_weighted
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        values, lengths = self.inputs(features)
+        weights = features.weights() if self.is_weighted else None
+        bags = [group(values, lengths, weights) for group in self._groups()]  # [B, K, N]
+        joined = bags[0].flatten(1) if self.is_ordered else torch.cat([bags[g][:, k] for g, k in self.places], dim=1)
+        return KeyedTensor(self.names, self.widths, joined)
+
+
+class _RowCollection(_Served):
+    """KeyedJaggedTensor -> a JaggedTensor [V, N] for each feature."""
+
+    def __init__(self, *parts: Any, need_indices: bool) -> None:
+        super().__init__(*parts)
+        self.need_indices = need_indices
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        values, lengths = self.inputs(features)
+        lengths_KB = lengths.view(len(self.keys), lengths.shape[0] // len(self.keys))
+        counts = lengths_KB.sum(1)
+        rows = [group.rows(values, lengths) for group in self._groups()]
+        found = {}
+        for name, (g, k) in zip(self.names, self.places, strict=True):
+            index = torch.arange(values.shape[0])
+            if len(self.keys) > 1:
+                index = counts[:k].sum() + torch.arange(counts[k].item())
+            ids = values[index] if self.need_indices else None
+            found[name] = JaggedTensor(rows[g][index], lengths=lengths_KB[k], weights=ids)
+        return found
+
+
+class _Rows(nn.Module):
+    """A `TTEmbedding`."""
+
+    def __init__(self, tables: ServedTables, padding_idx: int | None) -> None:
+        super().__init__()
+        self.tables, self.padding_idx = tables, padding_idx
+
+    def forward(self, input: Tensor) -> Tensor:
+        ids = input.flatten().long()
+        rows = self.tables.rows(ids, torch.full((1,), ids.shape[0])).unflatten(0, input.shape)
+        return rows if self.padding_idx is None else rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
+
+
+class _Bags(nn.Module):
+    """A `TTEmbeddingBag`."""
+
+    def __init__(self, tables: ServedTables, include_last_offset: bool) -> None:
+        super().__init__()
+        self.tables, self.include_last_offset = tables, include_last_offset
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        if offsets is None:
+            lengths = torch.full(input.shape[:1], input.shape[1])
+        else:
+            ends = offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
+            lengths = ends.diff().long()
+        weights = None if per_sample_weights is None else per_sample_weights.flatten()
+        bags: Tensor = self.tables(input.flatten().long(), lengths, weights)
+        return bags.squeeze(1)
+
+
+class _FastInteraction(nn.Module):
+    """DLRM's interaction as an operator of the library that fast tables need."""
+
+    def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
+        interaction: Tensor = ops.interact(dense_features, sparse_features)
+        return interaction
+
+
+class _Collisions(nn.Module):
+    """TorchRec's managed collisions, which map ids of any size to rows, as they are in evaluation."""
+
+    def __init__(self, module: ManagedCollisionCollection) -> None:
+        super().__init__()
+        self.features = list(module._feature_names)
+        self.maps = nn.ModuleDict(module._managed_collision_modules)
+        self.table_of = [list(self.maps).index(module._feature_to_table[feature]) for feature in self.features]
+        for name, each in self.maps.items():
+            if not isinstance(each, MCHManagedCollisionModule):
+                raise ValueError(
+                    f"table {name!r} has a {type(each).__name__}: only TorchRec's MCHManagedCollisionModule is exported"
+                )
+
+    def forward(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> KeyedJaggedTensor:
+        order = torch.tensor([features.keys().index(name) for name in self.features])
+        lengths, ids, weights = permuted(
+            order, features.lengths().view(len(features.keys()), -1), features.values(), features.weights_or_none()
+        )
+        table = torch.tensor(self.table_of).repeat_interleave(lengths.sum(1), output_size=ids.shape[0])
+        remapped = ids
+        for number, each in enumerate(self.maps.values()):
+            remapped = torch.where(table == number, _remapped(each, ids), remapped)
+        return KeyedJaggedTensor(self.features, remapped, weights, lengths=lengths.flatten())
+
+    def evict(self) -> dict[str, None]:
+        """Evict no ids."""
+        return {}
+
+
+def _remapped(module: Any, ids: Tensor) -> Tensor:
+    """Return the row of each id; ids without one share the last."""
+    if module._input_hash_func is not None:
+        ids = module._input_hash_func(ids, module._input_hash_size)
+    place = torch.searchsorted(module._mch_sorted_raw_ids[:-1], ids)
+    is_known = module._mch_sorted_raw_ids[place] == ids
+    last = module._output_global_offset + module._zch_size - 1
+    rows: Tensor = torch.where(is_known, module._mch_remapped_ids_mapping[place], last)
+    return rows
+
+
+def serving_layer(layer: TTLinear) -> nn.Module:
+    """Convert a TT layer to one dense layer or, where that reads far fewer numbers, to two dense layers of its core halves."""
+    cores = layer.scaled_cores()
+    cut = next(k for k in range(1, len(cores)) if set(layer.shape.col_shape[:k]) == {1} == set(layer.shape.row_shape[k:]))
+    rank = layer.shape.ranks[cut - 1]
+    if _WORTH * rank * (layer.in_features + layer.out_features) >= layer.in_features * layer.out_features:
+        return layer.to_dense()
+    first = nn.Linear(layer.in_features, rank, bias=False)
+    second = nn.Linear(rank, layer.out_features, bias=layer.bias is not None)
+    with torch.no_grad():
+        first.weight.copy_(contract(cores[:cut])[0, :, 0][: layer.in_features].mT)
+        second.weight.copy_(contract(cores[cut:])[:, 0, :, 0][:, : layer.out_features].mT)
+        if layer.bias is not None:
+            second.bias.copy_(layer.bias)
+    return nn.Sequential(first, second)
+
+
+_WORTH = 2.0  # two products must read this many times fewer numbers to be worth one more call

@@ -1,0 +1,107 @@
+"""Export of a trained run: its model as a package, evaluated on the test split, which encodes rows as the run's data set does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+
+from comera_rec.data import ParquetBatches
+from comera_rec.serving.export import put_in_place, require_output, work_folder, write_package
+from comera_rec.serving.package import ModelMetadata, RunMetadata, seal
+from comera_rec.serving.vocabularies import offsets_of
+from comera_rec.training.evaluation import evaluate
+from comera_rec.training.metrics import OneClass
+from comera_rec.training.model import Schema
+from comera_rec.training.runs import load_run
+from data_pipeline.manifest import read_manifest
+
+
+def export_run(
+    run: Path, output: Path, *, data: Path | None = None, form: str = "portable", dtype: str = "float32", last: bool = False
+) -> ModelMetadata:
+    """Write a run as a package that takes dense [B, I], values [V] and lengths [F * B], and returns probabilities.
+
+    Args:
+        run: folder of a run.
+        output, form, dtype: as for `comera_rec.export`.
+        data: folder of the data set that the run was trained on; None takes the one in the run's config.
+        last: use the last checkpoint even if the run keeps its best one.
+
+    Raises:
+        ValueError: for a folder without a checkpoint, a data set that is missing or isn't the run's, and as `comera_rec.export`.
+    """
+    require_output(output)
+    with work_folder(output) as work:
+        metadata = _write(run, work / output.name, data, form, dtype, last)
+        put_in_place(work / output.name, output)
+    return metadata
+
+
+def _write(run: Path, path: Path, data: Path | None, form: str, dtype: str, last: bool) -> ModelMetadata:
+    model, config, schema = load_run(run, last=last)
+    data = data or Path(config.data.path)
+    manifest = read_manifest(data)
+    if schema.differences(Schema.from_manifest(manifest)):
+        raise ValueError(f"{run} was trained with other columns or vocabularies than {data} has: give the data set of the run")
+    split = next(name for name in ("test", "val", "train") if manifest.splits[name].rows)  # as the run was evaluated
+    columns = list(schema.sparse)
+    first = next(iter(ParquetBatches(data, split, batch_size=8)))
+    facts = {"integer_columns": str(len(schema.dense)), "table_rows": " ".join(map(str, schema.sparse.values()))}  # for C++
+    sample = first.dense, _ordered(first.sparse, columns)
+    metadata = write_package(_Probabilities(model), sample, path, form=form, dtype=dtype, facts=facts)
+    batches = ParquetBatches(data, split, batch_size=config.data.eval_batch_size)
+    try:
+        trained, served = (evaluate(each, batches, torch.device("cpu")) for each in (model, _Packaged(path, columns)))
+    except OneClass:
+        trained = served = {"auc": None, "ne": None}
+    vocabularies = {column.name: column.vocabulary for column in manifest.categorical_columns}
+    record = RunMetadata(
+        dense=schema.dense,
+        offsets=offsets_of(manifest),
+        checksums={name: None if file is None else file.sha256 for name, file in vocabularies.items()},
+        auc=served["auc"],
+        ne=served["ne"],
+        trained_auc=trained["auc"],
+        trained_ne=trained["ne"],
+        data=str(data.absolute()),
+        labels=schema.labels,
+    )
+    metadata = replace(metadata, run=record)
+    seal(path, metadata)
+    return metadata
+
+
+class _Probabilities(nn.Module):
+    """A run's model with the probabilities [B] of its label as its output; [B, L] for several labels."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> dict[str, Tensor]:
+        return {"probabilities": self.model(dense, features).sigmoid().squeeze(1)}
+
+
+class _Packaged(nn.Module):
+    """A package with the signature that evaluation calls."""
+
+    def __init__(self, path: Path, columns: list[str]) -> None:
+        super().__init__()
+        self.loader, self.columns = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1), columns
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        ordered = _ordered(features, self.columns)
+        (probabilities,) = self.loader.run([dense, ordered.values(), ordered.lengths()])
+        logits: Tensor = probabilities.double().logit(eps=1e-12).view(len(dense), -1)
+        return logits
+
+
+def _ordered(features: KeyedJaggedTensor, columns: list[str]) -> KeyedJaggedTensor:
+    """Return features with int64 ids in the order of columns."""
+    by_column = features.to_dict()
+    values, lengths = ([getattr(by_column[name], part)() for name in columns] for part in ("values", "lengths"))
+    return KeyedJaggedTensor(columns, torch.cat(values).long(), lengths=torch.cat(lengths).long())

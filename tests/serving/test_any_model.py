@@ -1,0 +1,235 @@
+"""Models of other programs, swapped and trained, are exported whole: another process, without this library, gives their numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign_programs import CONFIG, DIM, PROGRAMS, SIZES, Program, batch, collection
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import comera_rec as cr
+from comera_rec.serving.arguments import flattened, named_arguments, named_outputs
+from comera_rec.serving.package import ServingModel, read_metadata
+
+FORMS = ["portable", "fast"]
+OUTSIDE = """
+import sys
+import torch
+
+package, requests, answers = sys.argv[1:]
+for name in ("comera_rec", "torchrec", "fbgemm_gpu"):
+    sys.modules[name] = None
+if "fast" in package:
+    torch.ops.load_library(package.replace("fast.pt2", "libcomera_rec.so"))
+model = torch._inductor.aoti_load_package(package)
+torch.save([model(*tensors) for tensors in torch.load(requests)], answers)
+"""
+
+
+@cache
+def trained(name: str) -> tuple[type[Program], Any]:
+    """A program's model after two dozen steps."""
+    torch.manual_seed(1)
+    program = PROGRAMS[name]
+    model: Any = program.model("cpu")
+    optimizer = program.dense_optimizer([each for _, each in in_backward_optimizer_filter(model.named_parameters())])
+    losses = []
+    for step in range(24):
+        optimizer.zero_grad()
+        loss, _ = model(batch(step % 4, range(2)))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    return program, model
+
+
+def scored(module: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
+    with torch.no_grad():
+        return [tensor for _, tensor in named_outputs(module.eval()(**arguments))]
+
+
+class Together(nn.Module):
+    """The models of all programs, which take one compilation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models = nn.ModuleDict({name: trained(name)[0].served(trained(name)[1], batch(0, range(1)))[0] for name in PROGRAMS})
+
+    def forward(self, arguments: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        return {name: self.models[name](**given) for name, given in arguments.items()}
+
+
+def requests_of(together: Together, step: int, processes: int) -> dict[str, Any]:
+    return {
+        name: named_arguments(together.models[name], program.served(trained(name)[1], batch(step, range(processes)))[1])
+        for name, program in PROGRAMS.items()
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_program_scores_the_same_outside(form: str, tmp_path: Path) -> None:
+    together, package = Together().train(), tmp_path / f"{form}.pt2"
+    cr.export(together, (requests_of(together, 0, 1),), package, form=form)
+    assert together.models["bert4rec"].training
+    others = [requests_of(together, 9, count) for count in (1, 3)]
+    expected = [scored(together, {"arguments": arguments}) for arguments in others]
+    torch.save([flattened(arguments) for arguments in others], tmp_path / "requests")
+    command = [sys.executable, "-c", OUTSIDE, str(package), str(tmp_path / "requests"), str(tmp_path / "answers")]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    names = [output.name for output in read_metadata(package).outputs]
+    for actual, wanted in zip(torch.load(tmp_path / "answers"), expected, strict=True):
+        for name, one, other in zip(names, actual, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    actual = ServingModel(package)(*flattened(others[1]))
+    torch.testing.assert_close(list(actual), expected[1], rtol=1e-5, atol=1e-5)
+
+
+class Weighted(nn.Module):
+    """Weighted bags of a collection that looks up some features, in another order, and rows of one feature; standalone tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=name, num_embeddings=SIZES[name], embedding_dim=DIM, feature_names=[name])
+            for name in ("place", "day", "user")
+        ]
+        self.bags = EmbeddingBagCollection(configs, is_weighted=True)
+        rows = EmbeddingConfig(name="seen", num_embeddings=80, embedding_dim=DIM, feature_names=["seen"])
+        self.rows = EmbeddingCollection([rows], need_indices=True)
+        cr.compress_(self, tables=CONFIG)
+        self.table = cr.TTEmbedding(60, DIM, tt_ranks=2, padding_idx=0)
+        self.bag = cr.TTEmbeddingBag(60, DIM, tt_ranks=2, mode="mean")
+        self.same_table = self.table
+
+    def forward(self, sparse: KeyedJaggedTensor, history: KeyedJaggedTensor, ids: list[Tensor], *, scale: float) -> Any:
+        seen = self.rows(history)["seen"]
+        return {
+            "bags": self.bags(sparse) if scale else None,
+            "seen": seen.to_padded_dense(2),
+            "single": (scale * self.table(ids[0]) + self.same_table(ids[0]), self.bag(ids[0])),
+        }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_several_batches_and_empty_rows(form: str, tmp_path: Path) -> None:
+    model, keys = Weighted(), ["day", "item", "place", "user"]
+
+    def arguments(rows: int, length: int) -> dict[str, Any]:
+        lengths, seen = torch.full((4 * rows,), length), torch.arange(rows) % 2 * length
+        count = 4 * rows * length
+        ids = (
+            torch.arange(count) % 7 - (torch.arange(4).repeat_interleave(rows * length) == 1).long()
+        )  # -1 in "item", not looked up
+        return {
+            "sparse": KeyedJaggedTensor(keys, ids, torch.rand(count), lengths=lengths),
+            "history": KeyedJaggedTensor(["seen"], torch.arange(int(seen.sum())) % 80, lengths=seen),
+            "ids": [torch.arange(2 * rows).view(rows, 2) % 60],
+            "scale": 2.0,
+        }  # fmt: skip
+
+    metadata = cr.export(model, arguments(3, 2), tmp_path / "model.pt2", form=form)
+    parts = ("sparse.values", "sparse.lengths", "sparse.weights", "history.values", "history.lengths", "ids.0")
+    assert metadata.names == list(parts)
+    assert [output.name for output in metadata.outputs] == ["bags", "seen", "single.0", "single.1"]
+    assert metadata.inputs[0].keys == {"day": 7, "item": None, "place": 70, "user": 120}
+    package = ServingModel(tmp_path / "model.pt2")
+    for rows, length in ((4, 1), (1, 0), (1, 1), (2, 1), (5, 3)):
+        given = arguments(rows, length)
+        torch.testing.assert_close(list(package(*flattened(given))), scored(model, given), rtol=1e-5, atol=1e-5)
+
+
+def test_types_of_few_bits_and_a_model_without_our_tables(tmp_path: Path) -> None:
+    _, model = trained("dlrm")
+    sample = batch(0, range(1)).dense_features, batch(0, range(1)).sparse_features
+    cr.export(model.model, sample, tmp_path / "int8.pt2", dtype="int8")
+    exact = scored(model.model, named_arguments(model.model, sample))
+    actual = ServingModel(tmp_path / "int8.pt2")(*flattened(sample))
+    torch.testing.assert_close(list(actual), exact, rtol=0.05, atol=0.05)
+    assert not torch.equal(actual[0], exact[0])
+    linear = nn.Linear(3, 2)
+    assert cr.export(linear, torch.rand(2, 3), tmp_path / "dense.pt2") == read_metadata(tmp_path / "dense.pt2")
+    torch.testing.assert_close(ServingModel(tmp_path / "dense.pt2")(torch.ones(5, 3))[0], linear(torch.ones(5, 3)))
+
+
+class Broken(nn.Module):
+    """A model with a mistake."""
+
+    def __init__(self, forward: Callable[[EmbeddingBagCollection, Tensor, KeyedJaggedTensor], Any]) -> None:
+        super().__init__()
+        self.tables, self.body = cr.compress_(collection("cpu", "user", "item"), tables=CONFIG), forward
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Any:
+        return self.body(self.tables, dense, sparse)
+
+
+def branches(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    pooled = tables(sparse).values()
+    return pooled if dense.sum() > 0 else -pooled
+
+
+def sums(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    offsets = sparse.offsets()[: dense.shape[0] + 1].int()
+    return tables(sparse).values() + torch.ops.fbgemm.segment_sum_csr(1, offsets, sparse.values().float())[:, None]
+
+
+def random(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    return tables(sparse).values() + torch.rand(dense.shape[0], 1)
+
+
+def pooled(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    return tables(sparse).values()
+
+
+def given(**changes: Any) -> dict[str, Any]:
+    return {"dense": batch(0, range(1)).dense_features, "sparse": batch(0, range(1)).sparse_features} | changes
+
+
+ONE_KEY = KeyedJaggedTensor(["user"], torch.arange(4), lengths=torch.ones(4, dtype=torch.long))
+THREE_ROWS = KeyedJaggedTensor(["user"], torch.arange(3), lengths=torch.ones(3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("body", "sample", "options", "message"),
+    [
+        (pooled, given(sparse=ONE_KEY), {}, "table 'item' looks up feature 'item', which the batch lacks: it has ['user']"),
+        (pooled, (torch.rand(4, 3),), {}, "sample_batch doesn't fit forward(dense: 'Tensor', sparse: 'KeyedJaggedTensor')"),
+        (pooled, given(dense=object()), {}, "dense is a object: give tensors, KeyedJaggedTensors and numbers"),
+        (pooled, given(sparse=ONE_KEY, dense=THREE_ROWS), {},
+         "dense has 3 rows and sparse has 4 rows: give a sample batch with one number of rows"),
+        (lambda tables, dense, sparse: dense @ dense, given(), {}, "forward fails on sample_batch: RuntimeError: mat1 and mat2"),
+        (branches, given(), {}, "the model can't be captured: "),
+        (sums, given(), {}, "a package can't call fbgemm.segment_sum_csr.default (in the model)"),
+        (random, given(), {}, "output of the package differs by "),
+        (pooled, given(), {"form": "slow"}, "form is 'slow': choose 'portable' or 'fast'"),
+        (pooled, given(), {"dtype": "int4"}, "dtype is 'int4': choose one of 'float32', 'bfloat16', 'int8'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_leave_nothing(
+    body: Callable, sample: Any, options: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as raised:
+        cr.export(Broken(body), sample, tmp_path / "model.pt2", **options)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outputs_that_hold_something_else_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").write_text(json.dumps({}))
+    with pytest.raises(ValueError, match=r"model\.pt2 exists and is not a package of `comera export`: choose another name"):
+        cr.export(Broken(pooled), given(), tmp_path / "model.pt2")
+    with pytest.raises(ValueError, match=r"is a folder: name a file, such as .*model\.pt2"):
+        cr.export(Broken(pooled), given(), tmp_path)
+    with pytest.raises(ValueError, match=r"model doesn't end in \.pt2"):
+        cr.export(Broken(pooled), given(), tmp_path / "model")
