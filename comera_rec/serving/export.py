@@ -37,6 +37,7 @@ from comera_rec.training.evaluation import evaluate
 from comera_rec.training.metrics import OneClass
 from comera_rec.training.model import Schema
 from comera_rec.training.runs import load_run
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import CategoricalColumn, Manifest, read_manifest
 
 FORMS = {"portable": PortableTables, "fast": FastTables}
@@ -68,11 +69,11 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
-            raise ValueError(f"form is {self.form!r}: choose {' or '.join(map(repr, FORMS))}")
+            raise UserError(f"form is {self.form!r}: choose {' or '.join(map(repr, FORMS))}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(map(repr, DTYPES))}")
+            raise UserError(f"dtype is {self.dtype!r}: choose one of {', '.join(map(repr, DTYPES))}")
         if self.expand < 0:
-            raise ValueError(f"expand is {self.expand}: give bytes, or 0 for none")
+            raise UserError(f"expand is {self.expand}: give bytes, or 0 for none")
 
 
 def export_run(options: ExportOptions, output: Path) -> ModelMetadata:
@@ -86,7 +87,7 @@ def export_run(options: ExportOptions, output: Path) -> ModelMetadata:
             isn't the run's, or an output that is no package.
     """
     if output.is_dir():
-        raise ValueError(f"{output} is a folder: name a file, such as {output / PACKAGE}")
+        raise UserError(f"{output} is a folder: name a file, such as {output / PACKAGE}")
     require_package(output)
     with work_folder(output) as work:
         metadata = build_package(options, work)
@@ -120,11 +121,11 @@ def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
     data = options.data or Path(config.data.path)
     manifest = read_manifest(data)
     if schema.differences(Schema.from_manifest(manifest)):
-        raise ValueError(
+        raise UserError(
             f"{options.run} was trained with other columns or vocabularies than {data} has: give the data set of the run"
         )
     if not isinstance(model, DLRM | SimpleDeepFMNN | WideDeep):
-        raise ValueError(f"{options.run} holds a model without tables (tables.format is 'off'): export one with tables")
+        raise UserError(f"{options.run} holds a model without tables (tables.format is 'off'): export one with tables")
     tables = served_tables(model.sparse_arch.embedding_bag_collection)
     if options.expand:
         counts = [_counts(column, manifest, data) for column in manifest.categorical_columns]

@@ -19,6 +19,7 @@ from comera_rec.ops import interact_features
 from comera_rec.recsys import WideDeep
 from comera_rec.serving.fast import FastTables
 from comera_rec.tt import contract
+from data_pipeline.errors import UserError
 
 
 class FlatModel(nn.Module):
@@ -35,7 +36,7 @@ class FlatModel(nn.Module):
     def __init__(self, model: DLRM | SimpleDeepFMNN | WideDeep, tables: nn.Module) -> None:
         super().__init__()
         if isinstance(model, WideDeep):
-            raise ValueError("a Wide & Deep model can't be packaged: export it dense, to a folder (--output DIR/)")
+            raise UserError("a Wide & Deep model can't be packaged: export it dense, to a folder (--output DIR/)")
         self.tables = tables
         self.dense_arch, self.over_arch = (_served(part) for part in (model.dense_arch, model.over_arch))
         kind = next(kind for kind in _INTERACTIONS if isinstance(model.inter_arch, kind))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from comera_rec.ops.native import LIBRARY
 from data_pipeline.columns import LABEL
+from data_pipeline.errors import UserError
 
 FORMAT_VERSION = 2  # 1 had no checksum
 METADATA_KEY = "comera_rec"
@@ -100,7 +101,7 @@ def require_package(path: Path) -> None:
     except _BAD:
         is_package = False
     if not is_package:
-        raise ValueError(f"{path} exists and is not a package of `comera export`: choose another name")
+        raise UserError(f"{path} exists and is not a package of `comera export`: choose another name")
 
 
 def seal(path: Path) -> None:
@@ -121,11 +122,11 @@ def read_metadata(path: str | Path) -> ModelMetadata:
 
 def _open(path: Path) -> BinaryIO:
     if path.is_dir():
-        raise ValueError(f"{path} is a folder: give a MODEL.pt2 that `comera export` wrote from it")
+        raise UserError(f"{path} is a folder: give a MODEL.pt2 that `comera export` wrote from it")
     try:
         return path.open("rb")
     except FileNotFoundError as error:
-        raise ValueError(f"{path} doesn't exist: {_REMEDY}") from error
+        raise UserError(f"{path} doesn't exist: {_REMEDY}") from error
 
 
 def _read(file: BinaryIO, path: Path, *, check: bool = False) -> ModelMetadata:
@@ -140,15 +141,15 @@ def _read(file: BinaryIO, path: Path, *, check: bool = False) -> ModelMetadata:
                 _require_whole(archive)
     except _BAD as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path} is not a package, or a damaged one ({reason}): {_REMEDY}") from error
+        raise UserError(f"{path} is not a package, or a damaged one ({reason}): {_REMEDY}") from error
     if metadata is None:
-        raise ValueError(f"{path} is a package of another program: {_REMEDY}")
+        raise UserError(f"{path} is a package of another program: {_REMEDY}")
     if version != FORMAT_VERSION:
-        raise ValueError(f"{path} has format version {version} and this library reads {FORMAT_VERSION}: export the run again")
+        raise UserError(f"{path} has format version {version} and this library reads {FORMAT_VERSION}: export the run again")
     try:
         return ModelMetadata.from_json(metadata)
     except ValidationError as error:
-        raise ValueError(f"{path} has metadata that can't be read ({error.errors()[0]['loc'][0]}): export the run again") from error
+        raise UserError(f"{path} has metadata that can't be read ({error.errors()[0]['loc'][0]}): export the run again") from error
 
 
 def _checksum(archive: zipfile.ZipFile) -> bytes:
@@ -185,7 +186,7 @@ class ServingModel:
             self.metadata = _read(file, self.path, check=True)
             version = self.metadata.library_version
             if self.metadata.form == "fast" and not hasattr(torch.ops.comera_rec, OPERATOR):
-                raise ValueError(f"{path} calls comera_rec::{OPERATOR}, which {LIBRARY} lacks: install comera-rec {version}")
+                raise UserError(f"{path} calls comera_rec::{OPERATOR}, which {LIBRARY} lacks: install comera-rec {version}")
             if threads is not None:
                 torch.set_num_threads(threads)
             self._limits = torch.tensor(list(self.metadata.categorical.values()))
@@ -199,7 +200,7 @@ class ServingModel:
                 self._run(torch.zeros(1, len(self.metadata.dense)), ids, torch.ones(features, dtype=torch.long))
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
-                raise ValueError(
+                raise UserError(
                     f"{path} can't be loaded ({reason}): it was written by comera-rec {version} on torch "
                     f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the run again on this machine"
                 ) from error
@@ -228,10 +229,10 @@ class ServingModel:
             self._require_numbers(dense, values, lengths)
             scores = self._run(dense.where(~invalid[:, None], 0).contiguous(), *bags)
             if scores.isnan().any():
-                raise ValueError("scores are not numbers: the model has diverged; export another checkpoint")
+                raise UserError("scores are not numbers: the model has diverged; export another checkpoint")
             row = int(invalid.nonzero()[0])
             column = int(dense[row].abs().argmax())
-            raise ValueError(
+            raise UserError(
                 f"dense column {self.metadata.dense[column]} is {float(dense[row, column])} in row {row}, for which scores are not "
                 "numbers: give a smaller one"
             )
@@ -244,26 +245,24 @@ class ServingModel:
         """Raise ValueError unless shapes and types are those that compiled code relies on."""
         columns, features = len(self.metadata.dense), len(self.metadata.categorical)
         if dense.dim() != 2 or dense.shape[1] != columns or dense.dtype != torch.float32:
-            raise ValueError(f"dense is {_describe(dense)}: give float32 [B, {columns}]")
+            raise UserError(f"dense is {_describe(dense)}: give float32 [B, {columns}]")
         if values.dim() != 1 or values.dtype != torch.int64:
-            raise ValueError(f"values is {_describe(values)}: give int64 [V]")
+            raise UserError(f"values is {_describe(values)}: give int64 [V]")
         batch = dense.shape[0]
         if lengths.shape != (features * batch,) or lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"lengths is {_describe(lengths)}: give int64 [{features * batch}], {features} columns of {batch} rows"
-            )
+            raise UserError(f"lengths is {_describe(lengths)}: give int64 [{features * batch}], {features} columns of {batch} rows")
         total = int(lengths.double().sum())  # a sum of integers could overflow
         if total != len(values):
-            raise ValueError(f"lengths add up to {total} for {len(values)} values: the two must be equal")
+            raise UserError(f"lengths add up to {total} for {len(values)} values: the two must be equal")
 
     def _require_numbers(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:
         """Raise ValueError for the lengths, number or id that made scores invalid, if there is one."""
         names = list(self.metadata.categorical)
         if bool((lengths < 0).any()):
-            raise ValueError(f"lengths hold {int(lengths.min())}: give numbers of values, at least 0")
+            raise UserError(f"lengths hold {int(lengths.min())}: give numbers of values, at least 0")
         if not bool(dense.isfinite().all()):
             row, column = dense.isfinite().logical_not().nonzero()[0].tolist()
-            raise ValueError(
+            raise UserError(
                 f"dense column {self.metadata.dense[column]} is {float(dense[row, column])} in row {row}: give a number"
             )
         counts = lengths.view(len(names), -1).sum(1)
@@ -271,7 +270,7 @@ class ServingModel:
         invalid = ((values < 0) | (values >= limits)).nonzero().flatten().tolist()
         if invalid:
             column = int(torch.searchsorted(counts.cumsum(0), invalid[0], right=True))
-            raise ValueError(
+            raise UserError(
                 f"id {int(values[invalid[0]])} is out of range in column {names[column]}: its ids run from 0 to "
                 f"{int(self._limits[column]) - 1}"
             )

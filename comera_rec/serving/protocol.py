@@ -16,6 +16,7 @@ import numpy as np
 
 from comera_rec.serving.package import ModelMetadata
 from data_pipeline.encoder import Flat
+from data_pipeline.errors import UserError
 
 PLATFORM = "torch_aoti"
 OUTPUT = "probabilities"
@@ -54,7 +55,7 @@ def json_length(header: str | None, content: int) -> int:
     if header is None:
         return content
     if not header.isdecimal() or int(header) > content:
-        raise ValueError(f"{JSON_LENGTH} is {reprlib.repr(header)} in a body of {content} bytes: give the bytes of its JSON")
+        raise UserError(f"{JSON_LENGTH} is {reprlib.repr(header)} in a body of {content} bytes: give the bytes of its JSON")
     return int(header)
 
 
@@ -71,33 +72,33 @@ def read_inputs(body: Any, binary: bytes, metadata: ModelMetadata) -> Flat:
             output is not the protocol's.
     """
     if not isinstance(body, Mapping) or not isinstance(body.get("inputs"), list):
-        raise ValueError('the body is not an object with a list of tensors: give {"inputs": [{"name": "dense", ...}, ...]}')
+        raise UserError('the body is not an object with a list of tensors: give {"inputs": [{"name": "dense", ...}, ...]}')
     if not isinstance(body.get("id"), str | None):
-        raise ValueError(f"id is {reprlib.repr(body['id'])}: give a string, or leave it out")
+        raise UserError(f"id is {reprlib.repr(body['id'])}: give a string, or leave it out")
     outputs = body.get("outputs") or []
     for output in outputs if isinstance(outputs, list) else [outputs]:
         if not isinstance(output, Mapping) or output.get("name") != OUTPUT:
-            raise ValueError(f"outputs names an unknown tensor: leave it out, or name {OUTPUT}")
+            raise UserError(f"outputs names an unknown tensor: leave it out, or name {OUTPUT}")
     if type(_wants_binary(body)) is not bool:
-        raise ValueError("binary_data or binary_data_output is not a boolean: give true or false")
+        raise UserError("binary_data or binary_data_output is not a boolean: give true or false")
     tensors = _tensors(body["inputs"], binary)
     dense = _read(tensors, "dense", "FP32")
     values = _read(tensors, "values", "INT64")
     lengths = _read(tensors, "lengths", "INT32", "INT64")
     columns, features = len(metadata.dense), len(metadata.categorical)
     if dense.ndim != 2 or dense.shape[1] != columns:
-        raise ValueError(f"dense has shape {list(dense.shape)}: give [rows, {columns}]")
+        raise UserError(f"dense has shape {list(dense.shape)}: give [rows, {columns}]")
     if lengths.shape != (features * len(dense),):
-        raise ValueError(
+        raise UserError(
             f"lengths has shape {list(lengths.shape)}: give [{features * len(dense)}], {features} columns of {len(dense)}"
         )
     if (lengths < 0).any() or (lengths > values.size).any() or lengths.sum() != values.size or values.ndim != 1:
-        raise ValueError(
+        raise UserError(
             f"lengths add up to {lengths.sum()} for values of shape {list(values.shape)}: match them, with none below 0"
         )
     if not np.isfinite(dense).all():
         row, column = np.argwhere(~np.isfinite(dense))[0]
-        raise ValueError(f"dense column {metadata.dense[column]} of row {row} is not a finite number: give one")
+        raise UserError(f"dense column {metadata.dense[column]} of row {row} is not a finite number: give one")
     return Flat(dense, values, lengths.astype(np.int32))
 
 
@@ -106,11 +107,11 @@ def _tensors(inputs: list[Any], binary: bytes) -> dict[str, Mapping[str, Any]]:
     tensors, end = {}, 0
     for tensor in inputs:
         if not isinstance(tensor, Mapping) or not isinstance(tensor.get("name"), str):
-            raise ValueError("inputs has a tensor without a name: name dense, values and lengths")
+            raise UserError("inputs has a tensor without a name: name dense, values and lengths")
         size = _parameters(tensor).get("binary_data_size")
         if size is not None:
             if type(size) is not int or not 0 <= size <= len(binary) - end:
-                raise ValueError(
+                raise UserError(
                     f"{reprlib.repr(tensor['name'])} has binary_data_size {reprlib.repr(size)}, and {len(binary) - end} bytes "
                     "follow: give its number of bytes"
                 )
@@ -118,14 +119,14 @@ def _tensors(inputs: list[Any], binary: bytes) -> dict[str, Mapping[str, Any]]:
             end += size
         tensors[tensor["name"]] = tensor
     if end < len(binary):
-        raise ValueError(f"{len(binary) - end} bytes follow the last tensor: give every binary tensor its binary_data_size")
+        raise UserError(f"{len(binary) - end} bytes follow the last tensor: give every binary tensor its binary_data_size")
     return tensors
 
 
 def _parameters(part: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = part.get("parameters") or {}
     if not isinstance(parameters, Mapping):
-        raise ValueError(f"parameters is {reprlib.repr(parameters)}: give an object, or leave it out")
+        raise UserError(f"parameters is {reprlib.repr(parameters)}: give an object, or leave it out")
     return parameters
 
 
@@ -137,31 +138,31 @@ def _wants_binary(body: Mapping[str, Any]) -> Any:
 
 def _read(tensors: Mapping[Any, Mapping[str, Any]], name: str, *datatypes: str) -> np.ndarray:
     if name not in tensors:
-        raise ValueError(f"inputs has no tensor {name}: give dense, values and lengths")
+        raise UserError(f"inputs has no tensor {name}: give dense, values and lengths")
     tensor = tensors[name]
     datatype, shape = tensor.get("datatype"), tensor.get("shape")
     if datatype not in datatypes:
-        raise ValueError(f"{name} has datatype {reprlib.repr(datatype)}: give {' or '.join(datatypes)}")
+        raise UserError(f"{name} has datatype {reprlib.repr(datatype)}: give {' or '.join(datatypes)}")
     if not isinstance(shape, list) or len(shape) > 2 or not all(type(size) is int and 0 <= size < 1 << 31 for size in shape):
-        raise ValueError(f"{name} has shape {reprlib.repr(shape)}: give a list of one or two sizes")
+        raise UserError(f"{name} has shape {reprlib.repr(shape)}: give a list of one or two sizes")
     kinds, dtype = _KINDS[datatype]
     numbers = tensor.get("data")
     if isinstance(numbers, bytes):
         if len(numbers) % np.dtype(dtype).itemsize:
-            raise ValueError(f"{name} has {len(numbers)} bytes of binary data: give whole numbers of type {datatype}")
+            raise UserError(f"{name} has {len(numbers)} bytes of binary data: give whole numbers of type {datatype}")
         numbers = np.frombuffer(numbers, dtype)
     elif not isinstance(numbers, list):
-        raise ValueError(f"{name} has no data: give a list of numbers")
+        raise UserError(f"{name} has no data: give a list of numbers")
     try:
         data = np.array(numbers)
     except ValueError as error:
-        raise ValueError(f"{name} has lists of different lengths as data: give one list, row by row") from error
+        raise UserError(f"{name} has lists of different lengths as data: give one list, row by row") from error
     if data.size and data.dtype.kind not in kinds:
-        raise ValueError(f"{name} has data other than {'integers' if kinds == 'iu' else 'numbers'}: give {datatype} data")
+        raise UserError(f"{name} has data other than {'integers' if kinds == 'iu' else 'numbers'}: give {datatype} data")
     if data.size and kinds == "iu" and not _fits(data, dtype):
-        raise ValueError(f"{name} has data beyond the range of {datatype}: give {datatype} data")
+        raise UserError(f"{name} has data beyond the range of {datatype}: give {datatype} data")
     if data.size != math.prod(shape):
-        raise ValueError(f"{name} has {data.size} numbers for shape {shape}: give as many as the shape has")
+        raise UserError(f"{name} has {data.size} numbers for shape {shape}: give as many as the shape has")
     with np.errstate(over="ignore"):  # numbers too large become infinite, which is refused later
         return data.astype(dtype).reshape(shape)
 

@@ -34,6 +34,7 @@ from comera_rec.serving.connections import HttpServer, listen
 from comera_rec.serving.protocol import JSON_LENGTH, describe_model, json_length, read_inputs, write_outputs
 from comera_rec.serving.versions import ModelFile, Version
 from data_pipeline.encoder import Flat
+from data_pipeline.errors import UserError
 
 log = logging.getLogger("comera_rec.serving")
 Handler = Callable[[Request], Awaitable[Any]]
@@ -85,9 +86,9 @@ class ServeOptions:
             "reload_seconds": 0.01,
         }.items():
             if not getattr(self, name) >= minimum:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {minimum}")
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {minimum}")
         if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"--port is {self.port}; it must be 0 to 65535")
+            raise UserError(f"--port is {self.port}; it must be 0 to 65535")
 
 
 class Server:
@@ -200,7 +201,7 @@ class Server:
             raise HTTPException(404, f"/score is unavailable without vocabularies: {version.reason}")
         rows = body.get("rows") if isinstance(body, dict) else None
         if not isinstance(rows, list):
-            raise ValueError('the body is not an object with a list of rows: give {"rows": [{"I1": 3, ...}, ...]}')
+            raise UserError('the body is not an object with a list of rows: give {"rows": [{"I1": 3, ...}, ...]}')
         self._check_rows(len(rows))
         flat: Flat = version.encoder(rows)
         return {"scores": await self.batcher.score(version.model, flat), "model_version": version.number}
@@ -236,7 +237,7 @@ class Server:
 
     def _check_rows(self, rows: int) -> None:
         if not rows:
-            raise ValueError("the request has no rows: give at least one")
+            raise UserError("the request has no rows: give at least one")
         if rows > self.options.max_rows:
             raise HTTPException(413, f"the request has {rows} rows: send at most {self.options.max_rows} at a time")
 
@@ -245,7 +246,7 @@ def _parse(content: bytes) -> Any:
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"the body is not JSON: {error}") from error
+        raise UserError(f"the body is not JSON: {error}") from error
 
 
 def _decompress(content: bytes, encoding: str, limit: int) -> bytes:
@@ -254,9 +255,9 @@ def _decompress(content: bytes, encoding: str, limit: int) -> bytes:
     try:
         decompressed = stream.decompress(content, limit + 1)
     except zlib.error as error:
-        raise ValueError(f"the body is not {encoding}: {error}") from error
+        raise UserError(f"the body is not {encoding}: {error}") from error
     if len(decompressed) <= limit and (stream.unused_data or not stream.eof):
-        raise ValueError(f"the body is not one whole stream of {encoding}: compress it at once")
+        raise UserError(f"the body is not one whole stream of {encoding}: compress it at once")
     return decompressed
 
 

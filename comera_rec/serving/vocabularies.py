@@ -6,6 +6,7 @@ from pathlib import Path
 
 from comera_rec.serving.package import ModelMetadata, Offset
 from data_pipeline.encoder import RequestEncoder
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
 
 
@@ -24,7 +25,7 @@ def open_vocabularies(metadata: ModelMetadata, data: Path | None = None) -> Requ
         encoder = RequestEncoder(folder)
     except ValueError as error:
         hint = "" if data else "; the model was trained on this folder: name another with --data"
-        raise ValueError(f"{error}{hint}") from error
+        raise UserError(f"{error}{hint}") from error
     check_vocabularies(metadata, encoder.manifest, folder)
     return encoder
 
@@ -49,7 +50,7 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
     """
     dense = tuple(column.name for column in manifest.integer_columns)
     if dense != metadata.dense:
-        raise ValueError(
+        raise UserError(
             f"{folder} has integer columns {', '.join(dense)}, the model {', '.join(metadata.dense)}: give the model's data set"
         )
     actual = {
@@ -59,9 +60,9 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
     expected = {name: (rows, metadata.checksums[name]) for name, rows in metadata.categorical.items()}
     if list(actual) != list(expected) or actual != expected:
         differing = [name for name in {**expected, **actual} if actual.get(name) != expected.get(name)]
-        raise ValueError(
+        raise UserError(
             f"{folder} has other vocabularies than the model was trained with (in {', '.join(differing) or 'other order'}): "
             "give the model's data set, or one that `comera transform` made with it"
         )
     if offsets_of(manifest) != metadata.offsets:
-        raise ValueError(f"{folder} has other offsets of integer columns than the model has: give the model's data set")
+        raise UserError(f"{folder} has other offsets of integer columns than the model has: give the model's data set")
