@@ -28,6 +28,7 @@ from benchmarks.harness.rows import Row, read_rows
 from benchmarks.harness.text import format_size
 from benchmarks.quality.figure import quality_figure
 from benchmarks.tables import RESULTS
+from data_pipeline.errors import UserError
 
 ROOT = RESULTS.parents[1]
 TABLES: dict[str, Callable[[], str]] = {
@@ -63,7 +64,7 @@ def filled(page: Path) -> str:
     def block(match: re.Match[str]) -> str:
         name = match[1]
         if name not in TABLES:
-            raise ValueError(f"{page} asks for an unknown table {name!r}: choose one of {', '.join(TABLES)}")
+            raise UserError(f"{page} asks for an unknown table {name!r}: choose one of {', '.join(TABLES)}")
         text = TABLES[name]().replace("](results/", f"]({os.path.relpath(RESULTS, page.parent)}/")
         return f"<!-- table {name} -->\n{text}\n<!-- end of table -->"
 
@@ -117,7 +118,7 @@ def fill(check: bool) -> None:
     figures = stale_figures()
     names = ", ".join(str(path.relative_to(ROOT)) for path in (*stale, *figures))
     if names and check:
-        raise ValueError(f"{names} differ from their rows: run python -m benchmarks.pages")
+        raise UserError(f"{names} differ from their rows: run python -m benchmarks.pages")
     for page, text in stale.items():
         page.write_text(text)
     for path, (files, source) in figures.items():

@@ -17,6 +17,7 @@ from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import RowWriter, read_rows
 from benchmarks.harness.text import format_case
 from benchmarks.harness.timing import Plan
+from data_pipeline.errors import UserError
 
 # name -> (module and function, what it compares); the function yields the rows of each case.
 BENCHMARKS = {
@@ -111,7 +112,7 @@ def run(
 
 def _require_device(device: str) -> str:
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise ValueError(
+        raise UserError(
             f"--device is {device!r}: choose cpu" + (" or cuda" if torch.cuda.is_available() else ", torch sees no GPU")
         )
     return device

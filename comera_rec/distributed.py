@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data_pipeline.errors import UserError
+
 Value = TypeVar("Value")
 
 
@@ -173,7 +175,7 @@ def join_launched(device: torch.device) -> None:
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} without {', '.join(missing)}: launch with torchrun, or unset WORLD_SIZE"
         )
     launcher_number("RANK", 0)
@@ -196,5 +198,5 @@ def launcher_number(variable: str, default: int) -> int:
     """Return the number that a launcher set in an environment variable; ValueError if it is not a number."""
     text = os.environ.get(variable, str(default))
     if not text.isdigit():
-        raise ValueError(f"the environment variable {variable} is {text!r}: launch with torchrun, or unset it")
+        raise UserError(f"the environment variable {variable} is {text!r}: launch with torchrun, or unset it")
     return int(text)

@@ -19,6 +19,8 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from filelock import SoftFileLock, Timeout
 
+from data_pipeline.errors import UserError
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path drops one of the slashes of s3://
 
 
@@ -29,14 +31,12 @@ def resolved(output: Path) -> Path:
         ValueError: it is a URL, leads to a link to itself, or is a mount point, which nothing can be renamed to.
     """
     if _URL.match(str(output)):
-        raise ValueError(
-            f"`output` {output} is a URL, which this command can't write to; write to a local folder and copy it there"
-        )
+        raise UserError(f"`output` {output} is a URL, which this command can't write to; write to a local folder and copy it there")
     if os.path.ismount(output):
-        raise ValueError(f"`output` {output} is a mount point; name a folder in it, such as {output / 'data'}")
+        raise UserError(f"`output` {output} is a mount point; name a folder in it, such as {output / 'data'}")
     target = _real(output)
     if any(path.is_symlink() for path in (target, *target.parents)):
-        raise ValueError(f"`output` {output} leads to a symbolic link to itself; remove the link, or choose another `output`")
+        raise UserError(f"`output` {output} leads to a symbolic link to itself; remove the link, or choose another `output`")
     return target
 
 
@@ -55,7 +55,7 @@ def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str],
     for path in paths:
         origin: PurePath = PurePosixPath(path) if isinstance(path, str) else _real(path)
         if origin.is_relative_to(target) or (within and target.is_relative_to(origin)):
-            raise ValueError(f"`output` {output} and `{option}` {path} overlap; choose another `output`")
+            raise UserError(f"`output` {output} and `{option}` {path} overlap; choose another `output`")
 
 
 def check_output(output: Path, *, files: tuple[str, ...] | None, overwrite: bool) -> None:
@@ -70,19 +70,19 @@ def check_output(output: Path, *, files: tuple[str, ...] | None, overwrite: bool
     """
     if files is None:
         if output.is_dir():
-            raise ValueError(f"`output` {output} is a folder; name a file in it")
+            raise UserError(f"`output` {output} is a folder; name a file in it")
         if output.exists() and not overwrite:
-            raise ValueError(f"`output` {output} already exists; add `overwrite` to replace it")
+            raise UserError(f"`output` {output} already exists; add `overwrite` to replace it")
     elif (output / files[0]).exists():
         if not overwrite:
-            raise ValueError(f"`output` {output} already holds a finished result; add `overwrite` to replace it")
+            raise UserError(f"`output` {output} already holds a finished result; add `overwrite` to replace it")
         for path in _files_in(output):
             if not any(fnmatch.fnmatchcase(path.relative_to(output).as_posix(), pattern) for pattern in files):
-                raise ValueError(
+                raise UserError(
                     f"`output` {output} also holds {path.relative_to(output)}, which is not part of it; move that file first"
                 )
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"`output` {output} exists and holds something else; choose a new or empty folder")
+        raise UserError(f"`output` {output} exists and holds something else; choose a new or empty folder")
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
@@ -97,11 +97,11 @@ def _files_in(folder: Path) -> Iterator[Path]:
 def require_page(path: Path) -> None:
     """Raise ValueError if a path that is to become an HTML page holds something else."""
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file in it")
+        raise UserError(f"{path} is a folder; name a file in it")
     if path.exists():
         with path.open("rb") as file:
             if not file.read(64).lstrip().lower().startswith(b"<!doctype html"):
-                raise ValueError(f"{path} exists and is not an HTML page; choose another name")
+                raise UserError(f"{path} exists and is not an HTML page; choose another name")
 
 
 def put_in_place(finished: Path, output: Path) -> None:
@@ -130,7 +130,7 @@ def locked(output: Path, tell: Callable[[str], None] = lambda line: None) -> Ite
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise ValueError(
+        raise UserError(
             f"`output` {output} is being written by another process ({_holder(lock)}); wait for it or choose another folder, "
             f"or remove {lock.lock_file} if that process is gone"
         ) from error

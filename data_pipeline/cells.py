@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from data_pipeline import native
 from data_pipeline.buckets import keys_of_numbers
+from data_pipeline.errors import UserError
 from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed
 from data_pipeline.reference import mismatch
@@ -147,7 +148,7 @@ def _read(array: pa.Array, column: Column, missing: tuple[str, ...] = ()) -> _Ce
                 keys = _read_texts(array)
                 return _Cells(values=keys.values, missing=keys.missing, bad=keys.bad | (keys.missing & (column.kind == "user")))
     except pa.ArrowException as error:
-        raise ValueError(f"{column.name} has type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
+        raise UserError(f"{column.name} has type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
 
 
 def _read_transformed(array: pa.Array, column: Column) -> _Cells:

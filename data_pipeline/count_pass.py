@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data_pipeline.counts import GroupCounts, PartCounts, count_part
+from data_pipeline.errors import UserError
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
 from data_pipeline.parse import Parsed, PartRecord
@@ -144,7 +145,7 @@ class _Rejects:
             self._count += record.rejected
             if self._count > limit:
                 first = f"{self._first}; it is the first of more than {limit} malformed lines" if limit else self._first
-                raise ValueError(f"{first}; fix the log, or raise `max_bad_rows` to drop malformed lines")
+                raise UserError(f"{first}; fix the log, or raise `max_bad_rows` to drop malformed lines")
             self._checked[log] += 1
             self._lines[log] += record.lines
 

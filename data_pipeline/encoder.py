@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_pipeline.buckets import keys_of_numbers
+from data_pipeline.errors import UserError
 from data_pipeline.hashing import BucketIds, HashedIds, IdSource, open_tables
 from data_pipeline.manifest import REMEDY, CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
 from data_pipeline.parse import Parsed, truncate_lists
@@ -52,7 +53,7 @@ def recorded_log(manifest: Manifest, folder: str | Path) -> LogSchema:
         ValueError: an earlier version wrote the data set without the schema, or without lookup tables.
     """
     if manifest.log is None or any(column.vocabulary and not column.table for column in manifest.categorical_columns):
-        raise ValueError(f"{folder} was written by an earlier version, without the tables that encode new rows; {REMEDY}")
+        raise UserError(f"{folder} was written by an earlier version, without the tables that encode new rows; {REMEDY}")
     return manifest.log
 
 
@@ -78,14 +79,14 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
 
     log_columns, data_columns = [*columns(schema), "none"], [*columns(known), "none"]
     if schema.labels and known.labels and schema.labels != known.labels:
-        raise ValueError(
+        raise UserError(
             f"`input` {log} has the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
             "give logs with all of these labels or none, or name the columns with `schema`"
         )
     if log_columns != data_columns or schema.transformed != known.transformed:
         pairs = zip(log_columns, data_columns, strict=False)
         actual, expected = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "already transformed columns"))
-        raise ValueError(
+        raise UserError(
             f"`input` {log} has other columns than the logs of {data}: {actual} where {expected} is expected; "
             "give logs with the same columns, or name them with `schema`"
         )
@@ -171,7 +172,7 @@ class RequestEncoder:
         schema = self._encoder.schema
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise ValueError(f"row {number} is {_show(row)}, which is not an object with a value for each column")
+                raise UserError(f"row {number} is {_show(row)}, which is not an object with a value for each column")
         numbers, keys, lists = (
             [_cells(rows, column, read, schema.missing) for column, read in columns]
             for columns in (self._numbers, self._keys, self._lists)
@@ -210,10 +211,10 @@ def _cells(rows: Sequence[Mapping[str, Any]], column: Column, read: Callable[[An
             cell = row[column.name]
             cells.append(read(None if missing and cell in missing else cell))
     except KeyError as error:
-        raise ValueError(f"row {len(cells)} has no {column.name}; give null where its value is missing") from error
+        raise UserError(f"row {len(cells)} has no {column.name}; give null where its value is missing") from error
     except ValueError as error:
         shown = _show(rows[len(cells)][column.name])
-        raise ValueError(f"row {len(cells)}: {column.name} is {shown}, which is not {_expected(column)}") from error
+        raise UserError(f"row {len(cells)}: {column.name} is {shown}, which is not {_expected(column)}") from error
     return cells
 
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from data_pipeline.buckets import Counted, quantiles
 from data_pipeline.counts import GroupCounts
+from data_pipeline.errors import UserError
 from data_pipeline.hashing import TableIds, encode_keys
 from data_pipeline.job import Job
 from data_pipeline.manifest import CategoricalColumn, check_file
@@ -139,7 +140,7 @@ def extend_vocabulary(
             return column
         rows = known_rows + new.rows
         if rows >= MOST_IDS:
-            raise ValueError(f"{column.name} would have {rows} values, more than 32-bit ids allow; preprocess all logs again")
+            raise UserError(f"{column.name} would have {rows} values, more than 32-bit ids allow; preprocess all logs again")
 
         def blocks() -> Iterator[Counted]:
             for _, group in read_row_groups(vocabulary):

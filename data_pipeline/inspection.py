@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from data_pipeline.encoder import computed_ids, recorded_log
+from data_pipeline.errors import UserError
 from data_pipeline.hashing import IdSource, TableIds, encode_keys
 from data_pipeline.manifest import CategoricalColumn, Manifest, check_file
 from data_pipeline.reference import bucket, hash_text
@@ -98,16 +99,16 @@ def find_id(manifest: Manifest, folder: Path, column: str, number: int) -> Entry
     """
     kind, described, _ = _column(manifest, folder, column)
     if not 0 <= number < described.num_embeddings:
-        raise ValueError(f"`id` is {number}; ids of {column} are 0 to {described.num_embeddings - 1}")
+        raise UserError(f"`id` is {number}; ids of {column} are 0 to {described.num_embeddings - 1}")
     if not number:
         return Entry(column=column, id=0, text=None, count=None)
     if described.boundaries is not None:
         ends = ["...", *(repr(end).removesuffix(".0") for end in described.boundaries), "..."]
         return Entry(column=column, id=number, text=f"from {ends[number - 1]} to below {ends[number]}", count=None)
     if not described.vocabulary:
-        raise ValueError(f"ids of {column} are hashes, each shared by many texts; ask for the id of a text with `text`")
+        raise UserError(f"ids of {column} are hashes, each shared by many texts; ask for the id of a text with `text`")
     if kind != "hex":
-        raise ValueError(f"the vocabulary of {column} stores hashes of texts, not texts; ask for the id of a text with `text`")
+        raise UserError(f"the vocabulary of {column} stores hashes of texts, not texts; ask for the id of a text with `text`")
     value, count = _entry(described, folder, number)
     return Entry(column=column, id=number, text=f"{value:08x}", count=count)
 
@@ -127,10 +128,10 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"`text` is {text!r}; values of {column} are finite numbers")
+            raise UserError(f"`text` is {text!r}; values of {column} are finite numbers")
         return Entry(column=column, id=bucket(number, described.boundaries), text=text, count=None)
     if kind == "hex" and not _HEX.fullmatch(text):
-        raise ValueError(f"`text` is {text!r}; values of {column} are 1 to 8 hex digits")
+        raise UserError(f"`text` is {text!r}; values of {column} are 1 to 8 hex digits")
     keys = np.array([[int(text, 16) if kind == "hex" else hash_text(text.encode("utf-8", "surrogateescape"))]], schema.key_dtype)
     if described.table:
         id_source: IdSource = TableIds(check_file(described.table, folder), schema.key_dtype)
@@ -146,7 +147,7 @@ def _column(manifest: Manifest, folder: Path, name: str) -> tuple[Kind, Categori
     schema = recorded_log(manifest, folder)
     described = {column.name: column for column in manifest.categorical_columns}
     if name not in described:
-        raise ValueError(f"`column` {name}: {folder} has no such categorical column; choose one of {', '.join(described)[:200]}")
+        raise UserError(f"`column` {name}: {folder} has no such categorical column; choose one of {', '.join(described)[:200]}")
     return schema.column_of(name).kind, described[name], schema
 
 

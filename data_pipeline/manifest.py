@@ -24,6 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from data_pipeline.atomic import replacing
 from data_pipeline.columns import LABEL
+from data_pipeline.errors import UserError
 from data_pipeline.schema import LogSchema, Transform
 from data_pipeline.sources import Source
 from data_pipeline.storage import join, open_ranges, read, size_of
@@ -218,24 +219,24 @@ def read_manifest(folder: str | Path) -> Manifest:
         reason = "is not a preprocessed data set; make one with `comera preprocess`"
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]", str(folder)):
             reason = "is a URL, which only training and evaluation read; copy the data set to this machine"
-        raise ValueError(f"{path} does not exist: {folder} {reason}")
+        raise UserError(f"{path} does not exist: {folder} {reason}")
     text = read(path)
     try:
         header = _HEADER.validate_json(text)
         name, version = header.get("format"), header.get("format_version")
         if (name, version) != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"{path}: format {name} version {version}, expected {FORMAT} version {FORMAT_VERSION}; {REMEDY}")
+            raise UserError(f"{path}: format {name} version {version}, expected {FORMAT} version {FORMAT_VERSION}; {REMEDY}")
         manifest = _MANIFEST.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ValueError(f"{path}: {key}: {first['msg']}; {REMEDY}") from error
+        raise UserError(f"{path}: {key}: {first['msg']}; {REMEDY}") from error
     for file in files_of(manifest):
         if Path(file.path).is_absolute() or ".." in Path(file.path).parts:
-            raise ValueError(f"{path}: {file.path} is outside of {folder}; {REMEDY}")
+            raise UserError(f"{path}: {file.path} is outside of {folder}; {REMEDY}")
     missing = [name for name in SPLITS if name not in manifest.splits]
     if missing:
-        raise ValueError(f"{path}: splits.{missing[0]}: Field required; {REMEDY}")
+        raise UserError(f"{path}: splits.{missing[0]}: Field required; {REMEDY}")
     return manifest
 
 
@@ -256,12 +257,12 @@ def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = Fal
     for name, split in manifest.splits.items():
         total = sum(shard.rows for shard in split.shards)
         if total != split.rows:
-            raise ValueError(f"{folder}: split {name} states {split.rows} rows, but its shards {total}; {REMEDY}")
+            raise UserError(f"{folder}: split {name} states {split.rows} rows, but its shards {total}; {REMEDY}")
         for shard in split.shards:
             location = join(folder, shard.path)
             _check_file(shard, location, contents=contents)
             if contents and (rows := pq.read_metadata(open_ranges(location)).num_rows) != shard.rows:
-                raise ValueError(f"{location} has {rows} rows, but the manifest states {shard.rows}; {REMEDY}")
+                raise UserError(f"{location} has {rows} rows, but the manifest states {shard.rows}; {REMEDY}")
 
 
 def check_file(file: Shard, folder: Path, *, contents: bool = False) -> Path:
@@ -277,11 +278,11 @@ def check_file(file: Shard, folder: Path, *, contents: bool = False) -> Path:
 def _check_file(file: Shard, path: Source, *, contents: bool) -> None:
     size = size_of(path)
     if size is None:
-        raise ValueError(f"{path} does not exist, but the manifest lists it; {REMEDY}")
+        raise UserError(f"{path} does not exist, but the manifest lists it; {REMEDY}")
     if size != file.bytes:
-        raise ValueError(f"{path} has {size} bytes, but the manifest states {file.bytes}; {REMEDY}")
+        raise UserError(f"{path} has {size} bytes, but the manifest states {file.bytes}; {REMEDY}")
     if contents and file_sha256(Path(path)) != file.sha256:
-        raise ValueError(f"{path} differs from the SHA-256 in the manifest; {REMEDY}")
+        raise UserError(f"{path} differs from the SHA-256 in the manifest; {REMEDY}")
 
 
 def describe_file(path: str, folder: Path, *, rows: int) -> Shard:

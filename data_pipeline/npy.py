@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from data_pipeline.atomic import finished, refuse_overlap
 from data_pipeline.columns import LABEL
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import MANIFEST_NAME, Manifest, write_manifest
 from data_pipeline.verify import read_row_groups
 
@@ -32,7 +33,7 @@ def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: boo
     if lists or len(manifest.labels) != 1:
         names = ", ".join(label.name for label in manifest.labels)
         contents = f"lists of ids in {lists[0]}" if lists else f"the labels {names}" if names else "no labels"
-        raise ValueError(
+        raise UserError(
             f"{folder} has {contents}; torchrec's files hold exactly one label per row and one id per cell, "
             "so preprocess logs with one label and without lists"
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 from data_pipeline.atomic import refuse_overlap
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import Order
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.sources import Source, refuse_twice
@@ -54,7 +55,7 @@ class PassOptions:
 
     def __post_init__(self) -> None:
         if not self.inputs:
-            raise ValueError("`input` names no file; give at least one")
+            raise UserError("`input` names no file; give at least one")
         refuse_overlap(self.output, "input", self.inputs)
         refuse_twice(self.inputs)
         self._check_at_least(max_bad_rows=0, part_bytes=1)
@@ -63,7 +64,7 @@ class PassOptions:
         needed, least = _BASE_BYTES + self._worker_bytes, _BASE_BYTES + _WORKER_BYTES
         if self.memory_limit < needed:
             smaller = "or lower `part_bytes`" if self.memory_limit > least else f"as any parts need more than {format_bytes(least)}"
-            raise ValueError(
+            raise UserError(
                 f"`memory_limit` {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
                 f"which need {format_bytes(needed)}; raise it, {smaller}"
             )
@@ -71,7 +72,7 @@ class PassOptions:
     def _check_at_least(self, **bounds: int) -> None:
         for name, least in bounds.items():
             if getattr(self, name) < least:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least {least}")
+                raise UserError(f"`{name}` is {getattr(self, name)}; it must be at least {least}")
 
     @property
     def threads(self) -> int:
@@ -144,29 +145,29 @@ class PreprocessOptions(PassOptions):
         super().__post_init__()
         self._check_at_least(min_count=1, seed=0)
         if self.seed >= 1 << 64:
-            raise ValueError(f"`seed` is {self.seed}; it must be below 2**64")
+            raise UserError(f"`seed` is {self.seed}; it must be below 2**64")
         if self.hash_buckets is not None:
             self._check_at_least(hash_buckets=2)
         for name, count in self.min_counts.items():
             if count < 1:
-                raise ValueError(f"`min_count` {name}={count}: it must be at least 1")
+                raise UserError(f"`min_count` {name}={count}: it must be at least 1")
         if self.hash_buckets is not None and self.hash_buckets > 1 << 31:
-            raise ValueError(f"`hash_buckets` is {self.hash_buckets}; ids are 32-bit integers, so it must be at most {1 << 31}")
+            raise UserError(f"`hash_buckets` is {self.hash_buckets}; ids are 32-bit integers, so it must be at most {1 << 31}")
         if self.order not in get_args(Order):
-            raise ValueError(f"`order` is {self.order!r}; choose one of {', '.join(get_args(Order))}")
+            raise UserError(f"`order` is {self.order!r}; choose one of {', '.join(get_args(Order))}")
         if self.split not in get_args(SplitKind):
-            raise ValueError(f"`split` is {self.split!r}; choose one of {', '.join(get_args(SplitKind))}")
+            raise UserError(f"`split` is {self.split!r}; choose one of {', '.join(get_args(SplitKind))}")
         if self.split == "day" and len(self.inputs) < 2:
-            raise ValueError("`split` day needs several logs, of which it validates and tests on the last; `input` names one")
+            raise UserError("`split` day needs several logs, of which it validates and tests on the last; `input` names one")
         times = (self.val_from, self.test_from)
         in_order = self.val_from is not None and self.test_from is not None and self.val_from <= self.test_from
         if times != (None, None) and not (self.split == "time" and in_order):
-            raise ValueError("`val_from` and `test_from` need `split` time; give both, with `val_from` no later than `test_from`")
+            raise UserError("`val_from` and `test_from` need `split` time; give both, with `val_from` no later than `test_from`")
         for name in ("val_fraction", "test_fraction"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 0 and below 1")
+                raise UserError(f"`{name}` is {getattr(self, name)}; it must be at least 0 and below 1")
         if self.val_fraction + self.test_fraction >= 1:
-            raise ValueError(
+            raise UserError(
                 f"`val_fraction` {self.val_fraction} and `test_fraction` {self.test_fraction} leave no training rows; "
                 "their sum must be below 1"
             )
@@ -197,7 +198,7 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if not match:
-        raise ValueError(f"{text!r} is not a size; write it like 64MiB or 2GiB")
+        raise UserError(f"{text!r} is not a size; write it like 64MiB or 2GiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

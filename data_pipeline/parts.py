@@ -25,6 +25,7 @@ import pyarrow as pa
 
 from data_pipeline import row_groups
 from data_pipeline.columns import LABEL
+from data_pipeline.errors import UserError
 from data_pipeline.parse import longest_line
 from data_pipeline.schema import LogSchema, criteo_schema, detect_criteo_schema
 from data_pipeline.sources import LogIdentity, Source, empty, identify_log, open_log, unreadable
@@ -88,13 +89,13 @@ def detect_schema(log: Source) -> LogSchema:
     if names is not None:
         schema = criteo_schema(labeled=LABEL in names)
         if missing := [column.name for column in schema.columns if column.name not in names]:
-            raise ValueError(f"{log} has no column {missing[0]}, as Criteo's logs have; describe other logs with `schema`")
+            raise UserError(f"{log} has no column {missing[0]}, as Criteo's logs have; describe other logs with `schema`")
         return schema
     first = _first_lines(log, _DETECTED_BYTES)
     try:
         return detect_criteo_schema(first.replace(b"\r\n", b"\n"))
     except ValueError as error:
-        raise ValueError(f"{log}:1: {error}") from error
+        raise UserError(f"{log}:1: {error}") from error
 
 
 def count_parts(log: Source, part_bytes: int) -> int | None:
@@ -140,7 +141,7 @@ def layout_of(log: Source, schema: LogSchema) -> Layout | None:
         return read_names(_first_lines(log, 1), schema)
     except csv.Error as error:  # Python's message advises opening the file in another way
         reason = "has a carriage return within it" if "new-line" in str(error) else f"is not CSV ({error})"
-        raise ValueError(f"the line of column names of {log} {reason}; correct it, or set header = false") from None
+        raise UserError(f"the line of column names of {log} {reason}; correct it, or set header = false") from None
 
 
 def check_layout(log: Source, schema: LogSchema) -> Layout | None:
@@ -152,7 +153,7 @@ def check_layout(log: Source, schema: LogSchema) -> Layout | None:
     layout = layout_of(log, schema)
     is_triplet = _magic(log) == MAGIC
     if is_triplet != schema.transformed or (is_triplet and layout != tuple(column.name for column in schema.columns)):
-        raise ValueError(
+        raise UserError(
             f"{log} doesn't match the first `input` or `schema`; preprocess text and .npy files, "
             "or .npy files with different columns, as separate data sets"
         )
@@ -162,7 +163,7 @@ def check_layout(log: Source, schema: LogSchema) -> Layout | None:
         if column.kind != "ignore" and counts[column.source] != 1:
             number = "more than one column" if counts[column.source] else "no column"
             shown = ", ".join(repr(name)[1:-1] for name in names)  # escaped: names may contain line breaks
-            raise ValueError(f"{log} has {number} {column.source!r}; its columns are {shown[:200]}; correct the schema or the log")
+            raise UserError(f"{log} has {number} {column.source!r}; its columns are {shown[:200]}; correct the schema or the log")
     return layout
 
 
@@ -189,7 +190,7 @@ def _errors_of_reading(source: Source) -> Iterator[None]:
     try:
         yield
     except pa.ArrowException as error:
-        raise ValueError(f"{source}: damaged Parquet ({str(error).splitlines()[0]}); fetch or write it again") from error
+        raise UserError(f"{source}: damaged Parquet ({str(error).splitlines()[0]}); fetch or write it again") from error
     except OSError as error:
         raise unreadable(source, error) from error
 
@@ -215,7 +216,7 @@ def _decompressed(source: Source) -> Iterator[BufferedIOBase]:
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
             if isinstance(error, OSError) and not (isinstance(error, gzip.BadGzipFile) or _DAMAGED.search(str(error))):
                 raise
-            raise ValueError(f"{source}: damaged {name} ({error}); fetch or compress it again") from error
+            raise UserError(f"{source}: damaged {name} ({error}); fetch or compress it again") from error
 
 
 def _magic(log: Source) -> bytes:
@@ -226,7 +227,7 @@ def _magic(log: Source) -> bytes:
     except OSError as error:
         raise unreadable(log, error) from error
     if what := next((what for first, what in _UNREADABLE.items() if magic.startswith(first)), None):
-        raise ValueError(f"`input` {log} is {what}; give text in UTF-8, plain or compressed by {', '.join(_MAGICS)}, or Parquet")
+        raise UserError(f"`input` {log} is {what}; give text in UTF-8, plain or compressed by {', '.join(_MAGICS)}, or Parquet")
     return magic
 
 
@@ -308,10 +309,10 @@ def _end_lines(text: bytearray, *, ends_log: bool) -> None:
         del text[-len(blank[1]) :]
 
 
-def _too_long(source: Source) -> ValueError:
-    return ValueError(f"{source}: a line is longer than {LONGEST_LINE} bytes; check that this is a click log")
+def _too_long(source: Source) -> UserError:
+    return UserError(f"{source}: a line is longer than {LONGEST_LINE} bytes; check that this is a click log")
 
 
-def inputs_changed() -> ValueError:
+def inputs_changed() -> UserError:
     """Return the error for logs that changed during the run."""
-    return ValueError("an `input` changed while it was read; run the same command again to start over")
+    return UserError("an `input` changed while it was read; run the same command again to start over")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from data_pipeline import native
+from data_pipeline.errors import UserError
 from data_pipeline.job import Job
 from data_pipeline.parts import Part, Skip, count_parts
 
@@ -125,7 +126,7 @@ def dask_schedule(address: str, *, workers: int) -> Iterator[Schedule]:
     try:
         import distributed
     except ImportError as error:
-        raise ValueError(f"`scheduler` {address} needs Dask: run pip install distributed") from error
+        raise UserError(f"`scheduler` {address} needs Dask: run pip install distributed") from error
     with ExitStack() as stack:
         scheduler_address = address
         if address == "local":
@@ -135,14 +136,14 @@ def dask_schedule(address: str, *, workers: int) -> Iterator[Schedule]:
             client = stack.enter_context(distributed.Client(scheduler_address, set_as_default=False, timeout=_WAIT_SECONDS))
             client.wait_for_workers(1, timeout=_WAIT_SECONDS)
         except (OSError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"`scheduler` {address}: no scheduler with a worker answers ({' '.join(str(error).split())}); "
                 "start them with `dask scheduler` and `dask worker`, or use `scheduler` local"
             ) from error
         try:
             yield partial(on_executor, client.get_executor(pure=False))
         except distributed.KilledWorker as error:
-            raise ValueError(
+            raise UserError(
                 "`scheduler`: several workers died on the same part, probably out of memory; lower `part_bytes` or give workers "
                 "more memory, and run the same command again to resume"
             ) from error

@@ -21,6 +21,7 @@ from typing import Any
 from data_pipeline.count_pass import count_logs, find_times, split_bounds, train_and_rest
 from data_pipeline.counts import GroupCounts, IntegerCounts
 from data_pipeline.encoder import open_encoder
+from data_pipeline.errors import UserError
 from data_pipeline.fit import fit_categories, is_counted
 from data_pipeline.job import Job
 from data_pipeline.manifest import FILES, FORMAT, FORMAT_VERSION, SPLITS, IntegerColumn, Manifest, versions, write_manifest
@@ -46,7 +47,7 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     schema = options.schema or detect_schema(options.inputs[0])
     unknown = sorted(set(options.min_counts) - set(schema.categories))
     if unknown:
-        raise ValueError(f"`min_count` {unknown[0]}=...: no such categorical column; choose one of {', '.join(schema.categories)}")
+        raise UserError(f"`min_count` {unknown[0]}=...: no such categorical column; choose one of {', '.join(schema.categories)}")
     if options.order == "similarity" and len(schema.categories) < 2 and not schema.lists:
         tell("`order` similarity needs values that occur together: a single categorical column stays in order of frequency")
         options = replace(options, order="frequency")
@@ -97,7 +98,7 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
     groups = train_and_rest(job, parts, bounds[0])
     if not any(group.trains for group in groups):
         rows = sum(part.counts.rows for part in parts)
-        raise ValueError(f"`input` holds {rows} well-formed lines, which leaves no row for training; give more logs")
+        raise UserError(f"`input` holds {rows} well-formed lines, which leaves no row for training; give more logs")
     integers = tuple(_integer_column(job, column, groups) for column in range(len(job.schema.integers)))
     categories = fit_categories(job, options, groups)
     if options.order == "similarity":

@@ -34,6 +34,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
+from data_pipeline.errors import UserError
 
 Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64", "float", "weight", "time", "user"]
 KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # those that `parse` reads
@@ -183,7 +184,7 @@ def detect_criteo_schema(text: bytes) -> LogSchema:
     labeled, unlabeled = counts[_UNLABELED + 1], counts[_UNLABELED]
     if not labeled and not unlabeled:
         columns = counts.most_common(1)[0][0]
-        raise ValueError(
+        raise UserError(
             f"{columns} columns; Criteo logs have 40 (label, I1..I13, C1..C26), or 39 without label, separated by tabs; "
             "describe other logs with `schema`"
         )
@@ -197,19 +198,19 @@ def read_schema(path: Path) -> LogSchema:
         ValueError: the file is missing or not TOML, or has a key or value other than the module's example shows.
     """
     if not path.is_file():
-        raise ValueError(f"`schema` {path} does not exist; check its name")
+        raise UserError(f"`schema` {path} does not exist; check its name")
     try:
         content = tomllib.loads(path.read_text())
         return _schema(content)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"`schema` {path}: {error}") from error
+        raise UserError(f"`schema` {path}: {error}") from error
 
 
 def _schema(content: Mapping[str, Any]) -> LogSchema:
     _refuse_unknown(content, {"format", "separator", "header", "missing", "columns"})
     columns = content.get("columns")
     if not isinstance(columns, dict) or not columns:
-        raise ValueError('it needs a table [columns] with lines such as price = "integer"')
+        raise UserError('it needs a table [columns] with lines such as price = "integer"')
     separator = _byte(content.get("separator", "," if content.get("format") == "csv" else "\t"), refused='\r\n-".')
     schema = LogSchema(
         columns=tuple(_column(name, entry) for name, entry in columns.items()),
@@ -222,20 +223,20 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     for kind, plural in kinds:
         if len(schema.of_kind(kind)) > 1:
             names = ", ".join(schema.of_kind(kind))
-            raise ValueError(f"columns {names} are all {plural}; there can be only one, so ignore the others")
+            raise UserError(f"columns {names} are all {plural}; there can be only one, so ignore the others")
     if schema.of_kind("time") and schema.of_kind("user"):
-        raise ValueError("one column is of kind time and one of kind user; rows are split by one of them, so ignore the other")
+        raise UserError("one column is of kind time and one of kind user; rows are split by one of them, so ignore the other")
     if not schema.integers + schema.categories:
-        raise ValueError("no column is a number or category; there is nothing to learn from")
+        raise UserError("no column is a number or category; there is nothing to learn from")
     for column in schema.columns:
         if not column.name and column.kind != "ignore":
-            raise ValueError("a column's name is empty; give the column a name, in the log and here, or ignore it")
+            raise UserError("a column's name is empty; give the column a name, in the log and here, or ignore it")
         if column.name == LABEL and column.kind not in ("ignore", "label", "time", "user"):
-            raise ValueError(f"column {LABEL} is of kind {column.kind}; the name is reserved for the label, so choose another one")
+            raise UserError(f"column {LABEL} is of kind {column.kind}; the name is reserved for the label, so choose another one")
         if len(file_name(column.name).encode()) > _LONGEST_NAME:
-            raise ValueError(f"column {column.name[:40]}... has a name that is too long for its files; rename it")
+            raise UserError(f"column {column.name[:40]}... has a name that is too long for its files; rename it")
         if column.kind == "list" and column.separator == schema.separator:
-            raise ValueError(f"{column.name}: {column.separator!r} cannot separate both columns and elements")
+            raise UserError(f"{column.name}: {column.separator!r} cannot separate both columns and elements")
     return schema
 
 
@@ -247,10 +248,10 @@ def file_name(column: str) -> str:
 def _column(name: str, entry: object) -> Column:
     settings = {"kind": entry} if isinstance(entry, str) else entry
     if not isinstance(settings, dict):
-        raise ValueError(f"{name}: write its kind, one of {', '.join(get_args(Kind))}")
+        raise UserError(f"{name}: write its kind, one of {', '.join(get_args(Kind))}")
     kind = settings.get("kind")
     if kind not in get_args(Kind):
-        raise ValueError(f"{name}: kind {kind!r} is unknown; choose one of {', '.join(get_args(Kind))}")
+        raise UserError(f"{name}: kind {kind!r} is unknown; choose one of {', '.join(get_args(Kind))}")
     allowed = {"kind", "column"} | ({"transform", "boundaries", "buckets"} if kind in _NUMBERS else set())
     allowed |= {"hash_buckets", "max_ids"} if kind in _CATEGORIES else set()
     allowed |= {"separator", "max_length"} if kind == "list" else {"format"} if kind == "time" else set()
@@ -258,16 +259,16 @@ def _column(name: str, entry: object) -> Column:
     for setting, least in (("hash_buckets", 2), ("max_ids", 1), ("max_length", 1), ("buckets", 2)):
         number = settings.get(setting, least)
         if type(number) is not int or not least <= number <= 1 << 31:
-            raise ValueError(f"{name}: {setting} is {number!r}; it must be an integer from {least} to 2**31")
+            raise UserError(f"{name}: {setting} is {number!r}; it must be an integer from {least} to 2**31")
     if not isinstance(settings.get("column", ""), str):
-        raise ValueError(f"{name}: column is {settings['column']!r}; write the name that the log gives it")
+        raise UserError(f"{name}: column is {settings['column']!r}; write the name that the log gives it")
     if not (isinstance(settings.get("format", "%"), str) and "%" in settings.get("format", "%")):
-        raise ValueError(f"{name}: format is {settings['format']!r}; write it as for strptime, such as %m/%d/%Y %H:%M")
+        raise UserError(f"{name}: format is {settings['format']!r}; write it as for strptime, such as %m/%d/%Y %H:%M")
     if "hash_buckets" in settings and "max_ids" in settings:
-        raise ValueError(f"{name}: max_ids limits a vocabulary, which hash_buckets replaces; give only one of them")
+        raise UserError(f"{name}: max_ids limits a vocabulary, which hash_buckets replaces; give only one of them")
     transform = _one_of(f"{name}: transform", settings.get("transform", "log"), Transform)
     if len({"boundaries", "buckets"} & settings.keys()) != (transform == "bucketize"):
-        raise ValueError(f'{name}: transform = "bucketize" takes either boundaries or buckets; other transforms take neither')
+        raise UserError(f'{name}: transform = "bucketize" takes either boundaries or buckets; other transforms take neither')
     boundaries = _boundaries(name, settings["boundaries"]) if "boundaries" in settings else ()
     others = {name: value for name, value in settings.items() if name not in ("separator", "transform", "boundaries")}
     separator = _byte(settings.get("separator", "|"))
@@ -277,25 +278,25 @@ def _column(name: str, entry: object) -> Column:
 def _boundaries(name: str, value: object) -> tuple[float, ...]:
     numbers = [float(number) for number in value if type(number) in (int, float)] if isinstance(value, list) else []
     if not numbers or value != numbers or not all(low < high for low, high in itertools.pairwise([-math.inf, *numbers, math.inf])):
-        raise ValueError(f"{name}: boundaries are {value!r}; they must be finite numbers, each above the one before")
+        raise UserError(f"{name}: boundaries are {value!r}; they must be finite numbers, each above the one before")
     return tuple(numbers)
 
 
 def _one_of(setting: str, value: object, choices: Any) -> Any:
     if value not in get_args(choices):
-        raise ValueError(f"{setting} {value!r} is unknown; choose one of {', '.join(get_args(choices))}")
+        raise UserError(f"{setting} {value!r} is unknown; choose one of {', '.join(get_args(choices))}")
     return value
 
 
 def _header(header: object) -> bool:
     if not isinstance(header, bool):
-        raise ValueError(f"header is {header!r}; write true or false, without quotes")
+        raise UserError(f"header is {header!r}; write true or false, without quotes")
     return header
 
 
 def _missing(texts: object) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f'missing is {texts!r}; write a list of texts, such as ["NA", "NaN"]')
+        raise UserError(f'missing is {texts!r}; write a list of texts, such as ["NA", "NaN"]')
     return tuple(texts)
 
 
@@ -307,11 +308,11 @@ def _byte(separator: object, refused: str = '\r\n-"') -> str:
         or separator in refused
         or separator.isalnum()
     ):
-        raise ValueError(f"separator {separator!r} must be one ASCII character, not a letter, a digit or one of {refused!r}")
+        raise UserError(f"separator {separator!r} must be one ASCII character, not a letter, a digit or one of {refused!r}")
     return separator
 
 
 def _refuse_unknown(content: Mapping[str, Any], known: set[str], where: str = "") -> None:
     unknown = sorted(set(content) - known)
     if unknown:
-        raise ValueError(f"{where}{unknown[0]} is unknown; choose from {', '.join(sorted(known))}")
+        raise UserError(f"{where}{unknown[0]} is unknown; choose from {', '.join(sorted(known))}")

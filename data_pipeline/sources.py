@@ -15,6 +15,8 @@ from typing import Any, TypeGuard, cast
 
 import fsspec.core
 
+from data_pipeline.errors import UserError
+
 Source = Path | str  # a URL is a str, because Path would drop one of its slashes
 # Names that file systems give to the version or modification time of a file.
 _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
@@ -67,7 +69,7 @@ def refuse_twice(logs: tuple[Source, ...]) -> None:
         else:
             key = log
         if key in seen:
-            raise ValueError(f"`input` {log} and {seen[key]} are the same file; give each log once")
+            raise UserError(f"`input` {log} and {seen[key]} are the same file; give each log once")
         seen[key] = log
 
 
@@ -81,7 +83,7 @@ def identify_log(log: Source) -> LogIdentity:
         if isinstance(log, Path):
             status = log.stat()
             if not (log.is_file() or log.is_dir()):
-                raise ValueError(f"`input` {log} is a pipe or a device, and logs are read twice; write it to a file")
+                raise UserError(f"`input` {log} is a pipe or a device, and logs are read twice; write it to a file")
             folder, size = log.is_dir(), status.st_size
             version = str(status.st_mtime_ns) if folder else f"{status.st_mtime_ns} {_checksum(log, size):08x}"
         else:
@@ -92,13 +94,13 @@ def identify_log(log: Source) -> LogIdentity:
             folder, size = info["type"] == "directory", info["size"]
             version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
     except FileNotFoundError as error:
-        raise ValueError(f"`input` {log} does not exist; check its name") from error
+        raise UserError(f"`input` {log} does not exist; check its name") from error
     except OSError as error:
         raise unreadable(log, error) from error
     if folder:
-        raise ValueError(f"`input` {log} is a folder; name the files in it, such as {log}/day_*.gz")
+        raise UserError(f"`input` {log} is a folder; name the files in it, such as {log}/day_*.gz")
     if size is None:
-        raise ValueError(f"`input` {log}: its server reports no size, which is needed to cut a log into parts; download it first")
+        raise UserError(f"`input` {log}: its server reports no size, which is needed to cut a log into parts; download it first")
     if not size:
         raise empty(log)
     return LogIdentity(name=name_of(log), bytes=size, version=version)
@@ -176,7 +178,7 @@ def expand(texts: Iterable[str]) -> tuple[Source, ...]:
             except OSError as error:
                 raise unreadable(log, error) from error
         if not matches:
-            raise ValueError(f"`input` {log} matches no file; check its name")
+            raise UserError(f"`input` {log} matches no file; check its name")
         logs += sorted(matches)
     return tuple(logs)
 
@@ -192,15 +194,15 @@ def by_number(logs: tuple[Source, ...]) -> tuple[Source, ...]:
     return tuple(sorted(logs, key=lambda log: [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", str(log))]))
 
 
-def unreadable(log: Source, error: OSError) -> ValueError:
+def unreadable(log: Source, error: OSError) -> UserError:
     """Return the error for a log that can't be read."""
     reason = error.strerror or (str(error).splitlines() or ["unknown error"])[0]  # Arrow's messages have several lines
-    return ValueError(f"cannot read `input` {log}: {reason}; check the file and its permissions")
+    return UserError(f"cannot read `input` {log}: {reason}; check the file and its permissions")
 
 
-def empty(log: Source) -> ValueError:
+def empty(log: Source) -> UserError:
     """Return the error for an empty log."""
-    return ValueError(f"`input` {log} is empty; leave it out or fetch it again")
+    return UserError(f"`input` {log} is empty; leave it out or fetch it again")
 
 
 def file_system(url: str, *, option: str = "input") -> tuple[Any, str]:
@@ -212,7 +214,7 @@ def file_system(url: str, *, option: str = "input") -> tuple[Any, str]:
     try:
         files, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        raise ValueError(f"`{option}` {url}: {error}; run pip install s3fs for s3://, gcsfs for gs://") from error
+        raise UserError(f"`{option}` {url}: {error}; run pip install s3fs for s3://, gcsfs for gs://") from error
     except ValueError as error:
-        raise ValueError(f"`{option}` {url}: {error}") from error
+        raise UserError(f"`{option}` {url}: {error}") from error
     return files, path

@@ -9,6 +9,7 @@ from typing import Literal, cast
 
 import numpy as np
 
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import SPLITS
 from data_pipeline.schema import Kind, LogSchema
 from data_pipeline.splitmix import mix64
@@ -56,7 +57,7 @@ class Splitting:
             ValueError: rows are split by a column that is missing.
         """
         if self.split in ("time", "user") and not schema.of_kind(cast(Kind, self.split)):
-            raise ValueError(f"`split` {self.split} needs a column of kind {self.split}; name one in `schema`")
+            raise UserError(f"`split` {self.split} needs a column of kind {self.split}; name one in `schema`")
         others = {"time", "user"} - {self.split}
         return replace(schema, columns=tuple(replace(c, kind="ignore") if c.kind in others else c for c in schema.columns))
 

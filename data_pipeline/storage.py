@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from data_pipeline.errors import UserError
 from data_pipeline.sources import Source, errors_of, file_system, is_url, open_log
 
 _THREADS = 4
@@ -65,7 +66,7 @@ def _reached(url: str) -> Iterator[None]:
         with errors_of(url):
             yield
     except OSError as error:
-        raise ValueError(f"cannot read {url}: {error.strerror or error}; check its name and your credentials") from error
+        raise UserError(f"cannot read {url}: {error.strerror or error}; check its name and your credentials") from error
 
 
 class Destination:
@@ -99,10 +100,10 @@ class Destination:
         with errors_of(self.url):
             present = self._present()
             if self._patterns[0] in present and not overwrite:
-                raise ValueError(f"`output` {self.url} already holds a finished result; add `overwrite` to replace it")
+                raise UserError(f"`output` {self.url} already holds a finished result; add `overwrite` to replace it")
             for name in sorted(present):
                 if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
-                    raise ValueError(f"`output` {self.url} also holds {name}, which is not part of it; move that file first")
+                    raise UserError(f"`output` {self.url} also holds {name}, which is not part of it; move that file first")
 
     def put(self, folder: Path, tell: Callable[[str], None]) -> None:
         """Upload a finished data set, the manifest last, replacing an earlier one.

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from data_pipeline.atomic import finished
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
+from data_pipeline.errors import UserError
 from data_pipeline.planted import DECAY, PlantedModel, PlantedRows
 
 _BINS = 1 << 18
@@ -52,13 +53,13 @@ class SynthOptions:
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("seed", 0), ("chunk_rows", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least {least}")
+                raise UserError(f"`{name}` is {getattr(self, name)}; it must be at least {least}")
         if not 0 < self.scale <= 100:
-            raise ValueError(f"`scale` is {self.scale}; it must be above 0 and at most 100")
+            raise UserError(f"`scale` is {self.scale}; it must be above 0 and at most 100")
         if not 0 <= self.decay <= 10:
-            raise ValueError(f"`decay` is {self.decay}; it must be between 0 and 10")
+            raise UserError(f"`decay` is {self.decay}; it must be between 0 and 10")
         if not 0 <= self.groups <= 1:
-            raise ValueError(f"`groups` is {self.groups}; it must be between 0 and 1")
+            raise UserError(f"`groups` is {self.groups}; it must be between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)

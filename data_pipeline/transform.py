@@ -20,6 +20,7 @@ from data_pipeline.buckets import Counted
 from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
 from data_pipeline.counts import GroupCounts
 from data_pipeline.encoder import check_columns, new_logs_schema, open_encoder, recorded_log
+from data_pipeline.errors import UserError
 from data_pipeline.fit import extend_vocabulary, fit_counted
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
@@ -63,7 +64,7 @@ class TransformOptions(PassOptions):
         super().__post_init__()
         refuse_overlap(self.output, "data", [self.data], within=True)
         if self.split not in ("source", *SPLITS):
-            raise ValueError(f"`split` is {self.split!r}; choose one of source, {', '.join(SPLITS)}")
+            raise UserError(f"`split` is {self.split!r}; choose one of source, {', '.join(SPLITS)}")
 
 
 def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Manifest:
@@ -93,7 +94,7 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
 def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest:
     parts = count_logs(job, schedule)
     if not any(part.counts.rows for part in parts):
-        raise ValueError("`input` holds no well-formed lines; give logs with rows to encode")
+        raise UserError("`input` holds no well-formed lines; give logs with rows to encode")
     bounds = split_bounds(job, parts)
     if job.counted:
         source = replace(source, categorical_columns=_extended(job, source, data, train_and_rest(job, parts, bounds[0])))

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from data_pipeline.arrow import to_arrow
 from data_pipeline.columns import LABEL
+from data_pipeline.errors import UserError
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.sources import LogIdentity, Source, identify_log
 
@@ -76,7 +77,7 @@ def open_triplet(log: Source) -> Triplet:
     arrays = {part: _open(file, _KINDS[part]) for part, file in files.items()}
     for part, array in arrays.items():
         if len(array) != len(arrays["sparse"]) or (part == "labels" and array.shape[1] != 1):
-            raise ValueError(
+            raise UserError(
                 f"{files[part]} has shape {list(array.shape)}, but {log} has {len(arrays['sparse'])} rows; "
                 "give files of one data set"
             )
@@ -85,7 +86,7 @@ def open_triplet(log: Source) -> Triplet:
 
 def _files(log: Source) -> dict[str, Path]:
     if not isinstance(log, Path) or not _SPARSE.search(log.name):
-        raise ValueError(
+        raise UserError(
             f"`input` {log}: give only the sparse .npy files, such as day_0_sparse.npy, on this machine; "
             "the others are found beside them"
         )
@@ -97,10 +98,10 @@ def _open(log: Path, kinds: str) -> np.ndarray:
     try:
         array: np.ndarray = np.load(log, mmap_mode="r")
     except ValueError as error:
-        raise ValueError(f"{log} is not a whole .npy file ({error}); write it again") from error
+        raise UserError(f"{log} is not a whole .npy file ({error}); write it again") from error
     if not 1 <= array.ndim <= 2 or array.dtype.kind not in kinds or not array.flags.c_contiguous:
         order = "rows first" if array.flags.c_contiguous else "columns first"
-        raise ValueError(
+        raise UserError(
             f"{log} holds {array.dtype} {list(array.shape)}, {order}; write integers, and float32 for dense, as torchrec does"
         )
     return array if array.ndim == 2 else array[:, np.newaxis]

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from data_pipeline.errors import UserError
 from data_pipeline.hashing import TableIds, encode_keys, map_array
 from data_pipeline.manifest import REMEDY, CategoricalColumn, Manifest, Shard, check_file, check_shards, files_of
 from data_pipeline.shards import recorded_rows
@@ -103,24 +104,24 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
             values = group.column(label.name).to_numpy()
             positives[label.name] += int(values.sum())
             if not np.isin(values, (0, 1)).all():
-                raise ValueError(f"{where}: {label.name} holds values other than 0 and 1; {REMEDY}")
+                raise UserError(f"{where}: {label.name} holds values other than 0 and 1; {REMEDY}")
         if manifest.weight:
             values = group.column(manifest.weight.name).to_numpy()
             weight += float(values.sum(dtype=np.float64))
             if not (np.isfinite(values) & (values >= 0)).all():
-                raise ValueError(
+                raise UserError(
                     f"{where}: {manifest.weight.name} holds weights that are not finite numbers of at least 0; {REMEDY}"
                 )
         for integer in manifest.integer_columns:
             values = group.column(integer.name).to_numpy()
             if not np.isfinite(values).all() or (integer.transform == "log" and (values < 0).any()):
-                raise ValueError(f"{where}: {integer.name} holds values that are not finite, or negative logarithms; {REMEDY}")
+                raise UserError(f"{where}: {integer.name} holds values that are not finite, or negative logarithms; {REMEDY}")
         for column in manifest.categorical_columns:
             ids = ids_of(group, column.name, is_list=column.is_list)
             id_counts[column.name] += len(ids)
             zeros[column.name] += int(np.count_nonzero(ids == 0))
             if len(ids) and not 0 <= ids.min() <= ids.max() < column.num_embeddings:
-                raise ValueError(f"{where}: {column.name} holds ids that are not in 0..{column.num_embeddings - 1}; {REMEDY}")
+                raise UserError(f"{where}: {column.name} holds ids that are not in 0..{column.num_embeddings - 1}; {REMEDY}")
     return _Contents(ids=id_counts, zeros=zeros, positives=positives, weight=weight)
 
 
@@ -138,7 +139,7 @@ def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterato
                 yield row, group
                 row += len(group)
     except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{path}, from row {row} on, cannot be read ({error}); {REMEDY}") from error
+        raise UserError(f"{path}, from row {row} on, cannot be read ({error}); {REMEDY}") from error
 
 
 def ids_of(group: pa.Table, name: str, *, is_list: bool) -> np.ndarray:
@@ -236,5 +237,5 @@ def _open_table(column: CategoricalColumn, folder: Path, dtype: np.dtype) -> Tab
     return TableIds(path, dtype)
 
 
-def _differs(folder: Path, what: str) -> ValueError:
-    return ValueError(f"{folder}: {what}; {REMEDY}")
+def _differs(folder: Path, what: str) -> UserError:
+    return UserError(f"{folder}: {what}; {REMEDY}")

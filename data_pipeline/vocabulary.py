@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from data_pipeline.arrow import to_arrow
 from data_pipeline.atomic import remove, replacing
 from data_pipeline.buckets import Counted
+from data_pipeline.errors import UserError
 from data_pipeline.hashing import allocate, release, write_table
 from data_pipeline.manifest import Shard, describe_file
 from data_pipeline.schema import file_name
@@ -78,7 +79,7 @@ def ranked(
             counts_file.write(block_counts[block_counts >= min_count].data)
     kept = len(keys) if most is None else min(len(keys), most)
     if kept >= MOST_IDS:
-        raise ValueError(f"{name} has {kept} values with at least {min_count} rows; raise `min_count` {name}={min_count + 1}")
+        raise UserError(f"{name} has {kept} values with at least {min_count} rows; raise `min_count` {name}={min_count + 1}")
     _order_by_id(keys, counts, keys_by_id, counts_by_id, kept)
     yield Ranked(distinct=distinct, keys=keys_by_id, counts=counts_by_id)
     for file in files:

@@ -22,6 +22,7 @@ import comera_rec as cr
 from comera_rec.cli.errors import run_command
 from comera_rec.nn import ClassificationHead, TransformerConfig
 from comera_rec.training.config import LinearsConfig, load_settings
+from data_pipeline.errors import UserError
 from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, fit, linear_layers, new_folder, save, sizes
 from examples.text import TextBatch, batches_of, endless, word_pieces
 
@@ -115,7 +116,7 @@ def read_sentences(settings: Settings) -> Sentences:
     dev_texts, dev_labels = read_tsv(settings.data.dev)
     classes = sorted(set(labels))
     if unknown := sorted(set(dev_labels) - set(classes)):
-        raise ValueError(f"{settings.data.dev} has labels {unknown} that {settings.data.train} lacks")
+        raise UserError(f"{settings.data.dev} has labels {unknown} that {settings.data.train} lacks")
     tokenizer = word_pieces(
         [part for text in texts for part in text if part is not None], settings.model.vocab_size, settings.model.max_length
     )
@@ -153,15 +154,15 @@ def read_tsv(path: str) -> tuple[list[tuple[str, str | None]], list[str]]:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         columns = [name for name in rows.fieldnames or () if name.startswith("sentence")]
         if "label" not in (rows.fieldnames or ()) or len(columns) not in (1, 2):
-            raise ValueError(f"{path} has columns {rows.fieldnames}: the first line must name `label` and one or two `sentence...`")
+            raise UserError(f"{path} has columns {rows.fieldnames}: the first line must name `label` and one or two `sentence...`")
         examples = list(rows)
     for number, example in enumerate(examples, start=2):
         if None in example or None in example.values():
-            raise ValueError(f"{path}:{number} and the first line have different numbers of columns")
+            raise UserError(f"{path}:{number} and the first line have different numbers of columns")
     first, second = columns[0], columns[-1] if len(columns) == 2 else None
     texts = [(example[first], second and example[second]) for example in examples]
     return texts, [example["label"] for example in examples]
 
 
 if __name__ == "__main__":
-    run_command(classify, f"python -m {NAME}", folder=Path(__file__).parent)
+    run_command(classify, f"python -m {NAME}")

@@ -22,6 +22,7 @@ import comera_rec as cr
 from comera_rec.nn import EMBEDDING_STD, TransformerConfig, TransformerEncoder, dense_embedding, linear_factory
 from comera_rec.rank import rank_param_groups
 from comera_rec.training.config import LinearsConfig
+from data_pipeline.errors import UserError
 
 Batch = TypeVar("Batch")
 
@@ -69,7 +70,7 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "clip"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"training.{name} is {getattr(self, name)}: give a positive number")
+                raise UserError(f"training.{name} is {getattr(self, name)}: give a positive number")
 
 
 def build_encoder(config: TransformerConfig, tokens: EmbeddingSettings, linears: LinearsConfig) -> TransformerEncoder:
@@ -147,7 +148,7 @@ def fit(
         losses.append(task_loss.item())
         milliseconds[scheduler.stage if scheduler else "fixed"].append(1000 * (time.perf_counter() - start))
         if not np.isfinite(losses[-1]):
-            raise ValueError(f"the loss is {losses[-1]} at step {step}: lower training.lr_cores and training.lr_dense")
+            raise UserError(f"the loss is {losses[-1]} at step {step}: lower training.lr_cores and training.lr_dense")
         progress.set_postfix(loss=f"{np.mean(losses[-50:]):.3f}")
     model.eval()
     cpu_seconds = time.process_time() - cpu_seconds
@@ -176,7 +177,7 @@ def new_folder(output: str) -> Path:
     """
     folder = Path(output)
     if (folder / "metrics.json").exists():
-        raise ValueError(f"output {folder} holds a finished run: name another folder, or remove this one")
+        raise UserError(f"output {folder} holds a finished run: name another folder, or remove this one")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

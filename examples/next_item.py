@@ -30,6 +30,7 @@ import comera_rec as cr
 from comera_rec.cli.errors import run_command
 from comera_rec.nn import EMBEDDING_STD, TiedProjection, TransformerConfig, TransformerEncoder, dense_embedding
 from comera_rec.training.config import load_settings
+from data_pipeline.errors import UserError
 from examples.loop import TrainingSettings, fit, new_folder, save, sizes
 
 NAME = "examples.next_item"
@@ -109,14 +110,14 @@ class Histories:
         try:
             pairs = pd.read_csv(path, sep=r"\s+", header=None, names=["user", "item"], dtype={"user": str, "item": str})
         except (OSError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-            raise ValueError(f"data.path {path} can't be read ({str(error).strip()}): give lines `user item`") from error
+            raise UserError(f"data.path {path} can't be read ({str(error).strip()}): give lines `user item`") from error
         if pairs.isna().any().any():
-            raise ValueError(f"data.path {path} has a line with fewer than two values: give lines `user item`")
+            raise UserError(f"data.path {path} has a line with fewer than two values: give lines `user item`")
         order = pairs["item"].value_counts().index
         items = pd.Series(np.arange(1, len(order) + 1), index=order)[pairs["item"]].to_numpy()
         by_user = [items[rows] for rows in pairs.groupby("user", sort=False).indices.values() if len(rows) >= SHORTEST]
         if not by_user:
-            raise ValueError(f"data.path {path} has no user with {SHORTEST} or more interactions: give longer histories")
+            raise UserError(f"data.path {path} has no user with {SHORTEST} or more interactions: give longer histories")
         return cls(by_user, len(order))
 
     def batches(self, batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -208,4 +209,4 @@ def recommend(config: str, overrides: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(recommend, f"python -m {NAME}", folder=Path(__file__).parent)
+    run_command(recommend, f"python -m {NAME}")

@@ -28,6 +28,7 @@ import comera_rec as cr
 from comera_rec.cli.errors import run_command
 from comera_rec.nn import LanguageModelHead, TiedProjection, TransformerConfig
 from comera_rec.training.config import LinearsConfig, load_settings
+from data_pipeline.errors import UserError
 from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, fit, linear_layers, new_folder, save, sizes
 from examples.text import MASK, SPECIAL, TextBatch, batches_of, byte_pairs, endless
 
@@ -52,7 +53,7 @@ class DataSettings:
     def __post_init__(self) -> None:
         for name in ("validation", "masked"):
             if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"data.{name} is {getattr(self, name)}: give a fraction between 0 and 1")
+                raise UserError(f"data.{name} is {getattr(self, name)}: give a fraction between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def read_functions(settings: Settings) -> Functions:
     random.Random(settings.seed).shuffle(texts)
     kept = max(1, round(settings.data.validation * len(texts)))
     if kept >= len(texts):
-        raise ValueError(f"data.packages {settings.data.packages} has only {len(texts)} functions: name more packages")
+        raise UserError(f"data.packages {settings.data.packages} has only {len(texts)} functions: name more packages")
     tokenizer = byte_pairs(texts[kept:], settings.model.vocab_size, settings.model.max_length)
     validation, train = ([tokenizer.encode(text).ids for text in part] for part in (texts[:kept], texts[kept:]))
     return Functions(tokenizer=tokenizer, train=train, validation=validation)
@@ -159,7 +160,7 @@ def standard_functions(packages: tuple[str, ...] | None) -> Iterator[str]:
     paths = [library] if packages is None else [library / name for name in packages]
     for path in paths:
         if not path.exists():
-            raise ValueError(f"data.packages names {path.name}, which is not in {library}: choose files and folders there")
+            raise UserError(f"data.packages names {path.name}, which is not in {library}: choose files and folders there")
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             if "site-packages" not in file.parts:
                 yield from functions_of(file)
@@ -217,4 +218,4 @@ def validate(model: nn.Module, sequences: list[list[int]], settings: Settings, v
 
 
 if __name__ == "__main__":
-    run_command(pretrain, f"python -m {NAME}", folder=Path(__file__).parent)
+    run_command(pretrain, f"python -m {NAME}")

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.harness.cli import run_command
 from benchmarks.harness.environment import FOLDER, machine_kind
+from data_pipeline.errors import UserError
 
 TORCHREC = ("torchrec", "fbgemm_gpu")
 TESTS = ("hypothesis", "pytest", "pytest_timeout", "xdist")
@@ -84,7 +85,7 @@ def main(device: str, quick: bool, minutes: float, output: Path | None) -> int:
       python -m benchmarks.gpu --device cpu --quick --output /tmp/gpu
     """
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise ValueError(f"--device is {device!r}, and torch {torch.__version__} sees no GPU: install its CUDA build, or give cpu")
+        raise UserError(f"--device is {device!r}, and torch {torch.__version__} sees no GPU: install its CUDA build, or give cpu")
     if (quick or device == "cpu") and output is None:
         raise click.UsageError("--quick and --device cpu measure nothing worth keeping: name a folder with --output")
     deadline = time.monotonic() + 60 * minutes

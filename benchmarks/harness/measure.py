@@ -19,6 +19,7 @@ from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan, alternate, percentiles
 from benchmarks.harness.workload import PASSES, Sizes, Workload
+from data_pipeline.errors import UserError
 
 Build = Callable[[Any, str, int], Workload]
 AnyCase = TypeVar("AnyCase", bound=Sizes)
@@ -51,7 +52,7 @@ def chosen(cases: Iterable[AnyCase], only: Mapping[str, str]) -> list[AnyCase]:
     selected = [case for case in cases if all(str(case.shapes().get(name)) == size for name, size in only.items())]
     if not selected:
         sizes = {name: sorted({str(case.shapes()[name]) for case in cases}) for name in cases[0].shapes()}
-        raise ValueError(f"no case has {dict(only)}: sizes are {sizes}")
+        raise UserError(f"no case has {dict(only)}: sizes are {sizes}")
     return selected
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from data_pipeline.errors import UserError
+
 UNITS = ("ms", "MiB", "NE", "instructions")
 
 
@@ -63,9 +65,9 @@ class Row:
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
-            raise ValueError(f"unit is {self.unit!r}: choose one of {', '.join(map(repr, UNITS))}")
+            raise UserError(f"unit is {self.unit!r}: choose one of {', '.join(map(repr, UNITS))}")
         if not self.p20 <= self.p50 <= self.p80:
-            raise ValueError(f"p20 {self.p20}, p50 {self.p50}, p80 {self.p80} must ascend")
+            raise UserError(f"p20 {self.p20}, p50 {self.p50}, p80 {self.p80} must ascend")
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -82,7 +84,7 @@ class Row:
         names = {f.name.rstrip("_"): f.name for f in fields(cls)}
         missing, unknown = sorted(names.keys() - record.keys()), sorted(record.keys() - names.keys())
         if missing or unknown:
-            raise ValueError(f"not a benchmark row: missing {missing}, unknown {unknown}")
+            raise UserError(f"not a benchmark row: missing {missing}, unknown {unknown}")
         return cls(**{names[key]: value for key, value in record.items()})
 
 
@@ -93,7 +95,7 @@ def read_rows(path: Path) -> list[Row]:
         try:
             rows.append(Row.from_json(line))
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from None
+            raise UserError(f"{path}:{number}: {error}") from None
     return rows
 
 
@@ -122,9 +124,9 @@ class RowWriter:
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         if not path.parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent} for {path.name}: create it first")
+            raise UserError(f"there is no folder {path.parent} for {path.name}: create it first")
         if path.is_dir():
-            raise ValueError(f"{path} is a folder: name a file")
+            raise UserError(f"{path} is a folder: name a file")
         self.path = path
         self._append = append
         self._partial = path if append else path.with_name(path.name + ".partial")

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.data import ParquetBatches
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import Order, read_manifest
 from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import PreprocessOptions, preprocess
@@ -167,7 +168,7 @@ class ImplicitFeedback(DataSet):
             return cls(path.stem, *_split_in_time(np.loadtxt(path, dtype=np.int64, ndmin=2)), order, seed)
         for name in ("train.txt", "test.txt"):
             if not (path / name).is_file():
-                raise ValueError(f"{path} has no {name}: give a folder with train.txt and test.txt, one line of ids per user")
+                raise UserError(f"{path} has no {name}: give a folder with train.txt and test.txt, one line of ids per user")
         shuffled = np.random.default_rng(0).permutation(_read_pairs(path / "train.txt"))
         held_out = len(shuffled) // 10
         return cls("ml1m", shuffled[held_out:], shuffled[:held_out], _read_pairs(path / "test.txt"), order, seed)

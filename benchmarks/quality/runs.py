@@ -31,6 +31,7 @@ from benchmarks.quality.models import RATES, Task, train
 from benchmarks.quality.storage import DTYPES
 from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.tables import STD, DoesNotFit
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import Order
 
 BUDGETS = (10, 50, 100, 200, 500)
@@ -54,7 +55,7 @@ def tasks(settings: Settings) -> list[Task]:
     selected, wanted, order = [], settings.only.get("data"), _order(settings)
     start = _chosen(settings, "start", ("random", "vectors"))
     if start == "vectors" and order == "frequency":
-        raise ValueError("tables start from vectors only with ids in order of similarity: add order=similarity to --only")
+        raise UserError("tables start from vectors only with ids in order of similarity: add order=similarity to --only")
     if wanted is None or wanted in LOGS:
         name = wanted or "synth"
         if settings.quick:
@@ -83,7 +84,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield one row for each run not in `settings.finished`: all sizes and rates of seed 0, then the other seeds."""
     dtype = settings.only.get("dtype", "float32")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype}: choose one of {', '.join(DTYPES)}")
+        raise UserError(f"dtype is {dtype}: choose one of {', '.join(DTYPES)}")
     rows = [row for row in settings.finished if row.dtype == dtype]
     more_rates = () if settings.quick else MORE_RATES
     for task in tasks(settings):
@@ -99,7 +100,7 @@ def _chosen(settings: Settings, name: str, choices: Sequence[str]) -> str:
     """Return one of the choices, by default the first."""
     value = settings.only.get(name, choices[0])
     if value not in choices:
-        raise ValueError(f"{name} is {value}: choose one of {', '.join(choices)}")
+        raise UserError(f"{name} is {value}: choose one of {', '.join(choices)}")
     return value
 
 

@@ -11,6 +11,7 @@ from benchmarks.harness.cli import run_command
 from benchmarks.harness.rows import Row, read_rows, select
 from benchmarks.quality.runs import chosen
 from benchmarks.tables import markdown, spread
+from data_pipeline.errors import UserError
 
 
 def quality_table(rows: Sequence[Row]) -> str:
@@ -39,7 +40,7 @@ def table(results: Path, data: str | None) -> None:
     """
     rows = [row for row in read_rows(results) if data in (None, row.shapes["data"])]
     if not rows:
-        raise ValueError(f"{results} has no rows of data set {data!r}: name another, or leave out --data")
+        raise UserError(f"{results} has no rows of data set {data!r}: name another, or leave out --data")
     click.echo(quality_table(rows))
 
 

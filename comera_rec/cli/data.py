@@ -13,6 +13,7 @@ import click
 
 from comera_rec.cli.errors import with_options
 from comera_rec.cli.types import BYTES, LOCATION, TIME
+from data_pipeline.errors import UserError
 from data_pipeline.inspection import find_id, find_text, to_text
 from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, read_manifest
 from data_pipeline.npy import export_npy
@@ -103,7 +104,7 @@ def _pass_options(command: _Command) -> _Command:
 def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]:
     """Return the logs that --input names, in order."""
     if len(first) > 1 and more:
-        raise ValueError("--input is given several times, once with several files; name all files after one --input")
+        raise UserError("--input is given several times, once with several files; name all files after one --input")
     sources = expand(first + more)
     inputs = by_number(sources)
     if inputs != sources:
@@ -214,7 +215,7 @@ def _min_counts(texts: tuple[str, ...]) -> dict[str, Any]:
     for text in texts:
         column, equals, count = text.rpartition("=")
         if not count.removeprefix("-").isdecimal() or (equals and not column):
-            raise ValueError(f"--min-count is {text!r}; write a number, or a column and its number like C3=10")
+            raise UserError(f"--min-count is {text!r}; write a number, or a column and its number like C3=10")
         if equals:
             counts["min_counts"][column] = int(count)
         else:
@@ -258,7 +259,7 @@ def inspect(data: Path, column: str | None, number: int | None, text: str | None
         case (str(), None, str()):
             click.echo(json.dumps(asdict(find_text(manifest, data, column, text)), ensure_ascii=False))
         case _:
-            raise ValueError("give --column with one of --id and --text, or none of them for the whole data set")
+            raise UserError("give --column with one of --id and --text, or none of them for the whole data set")
 
 
 @click.command("to-npy")

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import dis
 import os
 import re
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 import click
+
+from data_pipeline.errors import UserError
 
 # Settings that `data_pipeline` names in backquotes, which are options here.
 _SETTING = re.compile(
     "`(input|output|data|model|schema|scheduler|split|order|seed|workers|overwrite|part_bytes|memory_limit|max_bad_rows|min_count"
     "|hash_buckets|val_fraction|test_fraction|val_from|test_from|rows|scale|decay|groups|column|id|text)`"
 )
-_PACKAGES = tuple(Path(__file__).parents[2] / package for package in ("comera_rec", "data_pipeline"))
 
 
-def run_command(
-    command: click.Command, program: str, arguments: list[str] | None = None, *, folder: Path | None = None
-) -> NoReturn:
+def run_command(command: click.Command, program: str, arguments: list[str] | None = None) -> NoReturn:
     """Run a command and exit: 0 on success, 2 on a user's mistake, which is printed in one line on standard error.
 
-    A mistake is an OSError, or a ValueError from a `raise` of this project or of a file in `folder`. Any other error is a bug,
-    whose traceback is shown; COMERA_TRACEBACK=1 shows the traceback of mistakes, too.
+    A mistake is an OSError or a UserError. Any other error is a bug, whose traceback is shown; COMERA_TRACEBACK=1 shows the
+    traceback of mistakes, too.
     """
     name = program.split()[-1]
     try:
@@ -38,9 +35,8 @@ def run_command(
         sys.exit(2)
     except click.ClickException as error:
         message, status = error.format_message(), 2
-    except (ValueError, OSError) as error:
-        folders = (*_PACKAGES, *filter(None, (folder,)))
-        if os.environ.get("COMERA_TRACEBACK") or not (isinstance(error, OSError) or _raised_in(folders, error)):
+    except (UserError, OSError) as error:
+        if os.environ.get("COMERA_TRACEBACK"):
             raise
         message, status = with_options(str(error)), 2
     click.echo(f"{name}: {' '.join(message.split())}", err=True)
@@ -50,13 +46,3 @@ def run_command(
 def with_options(message: str) -> str:
     """Write the settings that a message names as options of the command line."""
     return _SETTING.sub(lambda match: "--" + match[1].replace("part_bytes", "part-size").replace("_", "-"), message)
-
-
-def _raised_in(folders: tuple[Path, ...], error: BaseException) -> bool:
-    """Return whether a `raise` in one of the folders raised the error, rather than a function that was called there."""
-    last = error.__traceback__
-    assert last is not None
-    while last.tb_next is not None:
-        last = last.tb_next
-    code = last.tb_frame.f_code
-    return any(map(Path(code.co_filename).is_relative_to, folders)) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]

@@ -19,6 +19,7 @@ from comera_rec.training.compress import compress_run
 from comera_rec.training.evaluation import evaluate as evaluate_model
 from comera_rec.training.model import Schema
 from comera_rec.training.runs import load_run
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import read_manifest
 
 
@@ -38,7 +39,7 @@ def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> No
     batches = ParquetBatches(data, split, batch_size=batch_size)
     model, _, schema = load_run(run, last=last)
     if differing := schema.differences(Schema.from_manifest(read_manifest(data))):
-        raise ValueError(
+        raise UserError(
             f"{run} was trained with other columns or vocabularies than {data} has "
             f"(they differ in {', '.join(differing)}): give the data set it was trained on"
         )
@@ -113,7 +114,7 @@ def export(run: Path, output: Path, **options: Any) -> None:
 
 def _export_dense(run: Path, output: Path, *, last: bool) -> None:
     if output.exists():
-        raise ValueError(f"{output} exists: give a new folder, or the name of a package, which ends in .pt2")
+        raise UserError(f"{output} exists: give a new folder, or the name of a package, which ends in .pt2")
     model, config, schema = load_run(run, last=last)
     dense = export_dense(model)
     partial = output.with_name(output.name + ".partial")

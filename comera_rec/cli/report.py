@@ -9,6 +9,7 @@ import click
 
 from comera_rec.report import require_summary, summary_table, write_report, write_summary
 from data_pipeline.atomic import require_page
+from data_pipeline.errors import UserError
 
 
 @click.command()
@@ -53,6 +54,6 @@ def _best_auc(truth: Path) -> float:
     try:
         return float(json.loads(truth.read_text())["last_tenth"]["best_auc"])
     except FileNotFoundError:
-        raise ValueError(f"--truth {truth} does not exist: give the .truth.json that `comera synth` wrote beside its log") from None
+        raise UserError(f"--truth {truth} does not exist: give the .truth.json that `comera synth` wrote beside its log") from None
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"--truth {truth} is not what `comera synth` wrote beside its log: give its .truth.json") from None
+        raise UserError(f"--truth {truth} is not what `comera synth` wrote beside its log: give its .truth.json") from None

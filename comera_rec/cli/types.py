@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from data_pipeline.errors import UserError
 from data_pipeline.options import parse_bytes
 from data_pipeline.sources import source
 
@@ -34,7 +35,7 @@ def _seconds(text: str) -> float:
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"{text!r} is not a time; write it like 2026-01-31 or 2026-01-31T12:00") from None
+        raise UserError(f"{text!r} is not a time; write it like 2026-01-31 or 2026-01-31T12:00") from None
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
 

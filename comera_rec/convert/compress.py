@@ -29,6 +29,7 @@ from comera_rec.nn import (
 from comera_rec.nn.replacement import reason_for_dense_weight, require_values
 from comera_rec.nn.tt_table import require_plain_rows
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
+from data_pipeline.errors import UserError
 
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 _INITS = ("random", "tt_svd")
@@ -100,15 +101,15 @@ def compress_(
         torch.Size([1, 16])
     """
     if tables is None and linears is None:
-        raise ValueError("neither tables nor linears is given: give tables=TableCompression(compression=100), linears=..., or both")
+        raise UserError("neither tables nor linears is given: give tables=TableCompression(compression=100), linears=..., or both")
     if tables is not None and not isinstance(tables, TableCompression):
         raise TypeError(f"tables is {tables!r}: give a TableCompression, such as TableCompression(compression=100)")
     if linears is not None and not isinstance(linears, LinearCompression):
         raise TypeError(f"linears is {linears!r}: give a LinearCompression, such as LinearCompression(tt_ranks=16)")
     if init not in _INITS:
-        raise ValueError(f"init is {init!r}: choose one of {', '.join(map(repr, _INITS))}")
+        raise UserError(f"init is {init!r}: choose one of {', '.join(map(repr, _INITS))}")
     if importance is not None and (init == "random" or tables is None):
-        raise ValueError("importance is given: it needs tables and init='tt_svd'")
+        raise UserError("importance is given: it needs tables and init='tt_svd'")
     replacements: dict[nn.Module, nn.Module] = {}
     if tables is not None:
         tt_tables, reasons = _compressed_tables(model, tables, filter_fn, init, importance)
@@ -123,17 +124,17 @@ def compress_(
     return replace_modules_(model, replacements)
 
 
-def _nothing_compressed(kind: str, reasons: Mapping[str, str], remedy: str) -> ValueError:
+def _nothing_compressed(kind: str, reasons: Mapping[str, str], remedy: str) -> UserError:
     """Return the error for a model without modules of a kind that become TT modules; `reasons` by the modules' names."""
     if not reasons:
-        return ValueError(
+        return UserError(
             f"no {kind} was compressed: the model has none that filter_fn accepts, or they are compressed or sharded already"
         )
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(repr(name))
     listed = [f"{', '.join(each[:3])}{f' and {len(each) - 3} more' * (len(each) > 3)}: {reason}" for reason, each in names.items()]
-    return ValueError(f"no {kind} was compressed ({'; '.join(listed)}); {remedy}")
+    return UserError(f"no {kind} was compressed ({'; '.join(listed)}); {remedy}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,7 +268,7 @@ def _layer(layer: Any, configs: list[Any], replaced: list[_Replaced]) -> nn.Modu
 
 def _take_place_(table: TTTable, layer: nn.Embedding | nn.EmbeddingBag, name: str, replaced: list[_Replaced]) -> TTTable:
     if hasattr(layer.weight, "_in_backward_optimizers"):
-        raise ValueError(f"{name!r} has an optimizer in backward, which a TT table would not have: compress first, then apply it")
+        raise UserError(f"{name!r} has an optimizer in backward, which a TT table would not have: compress first, then apply it")
     keep_buffers_hooks_and_mode_(table.requires_grad_(layer.weight.requires_grad), layer)
     replaced.append((name, table, layer))
     return table
@@ -286,7 +287,7 @@ def _require_finite(weight: Tensor, name: str) -> None:
     """Raise ValueError for a weight without values, or with some that are not finite."""
     require_values(weight, name)
     if not math.isfinite(torch.linalg.vector_norm(weight, dtype=torch.float64)):
-        raise ValueError(f"{name!r} holds numbers that are not finite: give a model that has not diverged")
+        raise UserError(f"{name!r} holds numbers that are not finite: give a model that has not diverged")
 
 
 def _row_weights(importance: Mapping[str, Tensor] | None, name: str, rows: int) -> Tensor | None:
@@ -294,8 +295,8 @@ def _row_weights(importance: Mapping[str, Tensor] | None, name: str, rows: int) 
     if importance is None:
         return None
     if name not in importance:
-        raise ValueError(f"importance lacks {name!r}: give it for all tables that are compressed, or for none")
+        raise UserError(f"importance lacks {name!r}: give it for all tables that are compressed, or for none")
     weight = importance[name]
     if weight.shape != (rows,) or not (weight >= 0).logical_and(weight.isfinite()).all():
-        raise ValueError(f"importance of {name!r} has shape {tuple(weight.shape)}: give {rows} finite numbers of at least 0")
+        raise UserError(f"importance of {name!r} has shape {tuple(weight.shape)}: give {rows} finite numbers of at least 0")
     return weight

@@ -14,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from data_pipeline.errors import UserError
+
 _DESCRIPTIONS = "torch.distributed.checkpoint."
 # What torch writes into .metadata; these only hold or look up values.
 _KNOWN = {
@@ -65,7 +67,7 @@ class TensorReader(dcp.FileSystemReader):
                 dcp.load(dict(tensors), storage_reader=self, **processes)
         except CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
-            raise ValueError(str(reason).partition("\n")[0] or type(reason).__name__) from error
+            raise UserError(str(reason).partition("\n")[0] or type(reason).__name__) from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return sizes, types and files of the saved tensors."""
@@ -85,7 +87,7 @@ class TensorReader(dcp.FileSystemReader):
         sizes = {name: file_of(Path(self.path), name).stat().st_size for name in {place.relative_path for place in places}}
         for place in places:
             if not 0 <= place.offset <= place.offset + place.length <= sizes[place.relative_path]:
-                raise ValueError(f"its .metadata names {place.length} bytes that {place.relative_path} lacks")
+                raise UserError(f"its .metadata names {place.length} bytes that {place.relative_path} lacks")
         # Compressed tensors may be larger than their files.
         most = math.inf if any(getattr(place, "transform_descriptors", None) for place in places) else sum(sizes.values())
         for name, entry in tensors.items():
@@ -97,11 +99,11 @@ class TensorReader(dcp.FileSystemReader):
             )
             saved = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if not (within and count == saved and count * entry.properties.dtype.itemsize <= most):
-                raise ValueError(f"its .metadata says that {name} has the size {list(entry.size)}, which its files don't hold")
+                raise UserError(f"its .metadata says that {name} has the size {list(entry.size)}, which its files don't hold")
 
 
 def file_of(folder: Path, name: str) -> Path:
     """Return the path of a file that a checkpoint names; raise ValueError unless it is in the checkpoint's folder."""
     if name == ".." or Path(name).name != name:
-        raise ValueError(f"it names {name}, which is not in its folder")
+        raise UserError(f"it names {name}, which is not in its folder")
     return folder / name

@@ -13,6 +13,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingCon
 from comera_rec.nn.linear_compression import require_one_size
 from comera_rec.recsys import TTEmbeddingBagConfig, TTEmbeddingConfig
 from comera_rec.tt import Blocks, TTShape, blocks_params, choose_hot_blocks
+from data_pipeline.errors import UserError
 
 AUTO_SHARES = (0.8, 0.5, 0.25, 0.0)  # of hot rows; "auto" takes the first that leaves room for TT rank 1
 
@@ -48,18 +49,18 @@ class TableCompression:
     def __post_init__(self) -> None:
         require_one_size(self.tt_ranks, self.compression)
         if self.order not in (None, 2, 3, 4):
-            raise ValueError(f"order is {self.order!r}: embedding tables take 2, 3 or 4 cores")
+            raise UserError(f"order is {self.order!r}: embedding tables take 2, 3 or 4 cores")
         if not isinstance(self.min_rows, int) or self.min_rows < 0:
-            raise ValueError(f"min_rows is {self.min_rows!r}: give a number of rows")
+            raise UserError(f"min_rows is {self.min_rows!r}: give a number of rows")
         if self.hot_rows != "auto" and not (isinstance(self.hot_rows, int | float) and 0 <= self.hot_rows < 1):
-            raise ValueError(f"hot_rows is {self.hot_rows!r}: give 'auto', or a share of the parameters from 0 to below 1")
+            raise UserError(f"hot_rows is {self.hot_rows!r}: give 'auto', or a share of the parameters from 0 to below 1")
         if not isinstance(self.dense_tables, tuple) or not all(self.dense_tables):
-            raise ValueError(f"dense_tables is {self.dense_tables!r}: give a tuple of names")
+            raise UserError(f"dense_tables is {self.dense_tables!r}: give a tuple of names")
 
     def require_tables(self, names: Collection[str]) -> None:
         """Raise ValueError if `dense_tables` has a name that is not one of the tables'."""
         if unknown := [name for name in self.dense_tables if name not in names]:
-            raise ValueError(f"dense_tables names {unknown[0]!r}, which is no table: choose from {', '.join(map(repr, names))}")
+            raise UserError(f"dense_tables names {unknown[0]!r}, which is no table: choose from {', '.join(map(repr, names))}")
 
     def table_configs(self, tables: Sequence[Any], *, dense: Collection[int] = ()) -> list[Any]:
         """Return the configs of tables with the shapes that this config gives them.
@@ -80,7 +81,7 @@ class TableCompression:
                 sizes = {k: size for k, *size in zip(large, shapes, hot, strict=True)}
                 kinds = [TTEmbeddingConfig if isinstance(table, EmbeddingConfig) else TTEmbeddingBagConfig for table in tables]
                 return [kinds[k].from_dense(table, *sizes.get(k, (None,))) for k, table in enumerate(tables)]
-        raise ValueError(
+        raise UserError(
             f"compression {self.compression} can't be reached: the tables that stay dense (below {self.min_rows} rows"
             f"{', in dense_tables' if self.dense_tables else ''}{', or with a shared weight' if dense else ''}) and "
             f"the others at rank 1{f' beside hot_rows {self.hot_rows}' if shares[-1] else ''} are larger than that; lower "

@@ -42,6 +42,7 @@ from torchrec import KeyedJaggedTensor
 from comera_rec.data.batch import Batch
 from comera_rec.data.row_groups import RowRange, row_groups
 from comera_rec.data.rows import Lists, Rows, concatenate
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import REMEDY, read_manifest
 from data_pipeline.storage import open_ranges
 
@@ -89,16 +90,16 @@ class ParquetBatches(IterableDataset[Batch]):
     ) -> None:
         for name, value in (("batch_size", batch_size), ("shuffle_rows", shuffle_rows), ("world_size", world_size)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise UserError(f"{name} must be at least 1, got {value}")
         if epochs is not None and epochs < 1:
-            raise ValueError(f"epochs must be at least 1, or None for endless, got {epochs}")
+            raise UserError(f"epochs must be at least 1, or None for endless, got {epochs}")
         if seed < 0:
-            raise ValueError(f"seed must be at least 0, got {seed}")
+            raise UserError(f"seed must be at least 0, got {seed}")
         if not 0 <= process_rank < world_size:
-            raise ValueError(f"process_rank must be in 0..{world_size - 1} (world_size {world_size}), got {process_rank}")
+            raise UserError(f"process_rank must be in 0..{world_size - 1} (world_size {world_size}), got {process_rank}")
         readers = world_size if readers is None else readers
         if not self._can_share(readers, batch_size, world_size):
-            raise ValueError(
+            raise UserError(
                 f"readers must be a multiple of world_size ({world_size}) that divides the {batch_size * world_size} rows of all "
                 f"processes' batches, got {readers}"
             )
@@ -127,7 +128,7 @@ class ParquetBatches(IterableDataset[Batch]):
         readers, rows = self.readers * workers, self._rows_of_a_reader()
         batches = self.rows // readers // rows if self.drop_last else math.ceil(math.ceil(self.rows / readers) / rows)
         if not 0 < batches <= self.rows // readers:
-            raise ValueError(
+            raise UserError(
                 f"batch_size {self.batch_size} on {readers} readers doesn't divide {self.rows} rows into equal batches; "
                 f"lower batch_size, use fewer processes or workers, or set drop_last=False (it is {self.drop_last})"
             )
@@ -163,14 +164,14 @@ class ParquetBatches(IterableDataset[Batch]):
         readers = state.get("readers", 0)
         if state.get("batch_size") == self.batch_size * self.world_size:
             if not self._can_share(readers, self.batch_size, self.world_size):
-                raise ValueError(
+                raise UserError(
                     f"cannot resume the batches: {readers} readers made them, which {self.world_size} processes can't share: "
                     f"launch a number of processes that divides {readers}, or start anew"
                 )
             self.readers = readers
         for name, value in self._identity().items():
             if state.get(name) != value:
-                raise ValueError(f"cannot resume the batches: {name} was {state.get(name)}, not {value}; set it back or start anew")
+                raise UserError(f"cannot resume the batches: {name} was {state.get(name)}, not {value}; set it back or start anew")
         self._resume_at = self._next = (state["epoch"], state["batch"])
 
     def _identity(self) -> dict[str, int]:
@@ -250,19 +251,19 @@ class ParquetBatches(IterableDataset[Batch]):
                 # Decoding runs outside Python's lock, so a training thread beside this one is not delayed.
                 table = file.read_row_group(span.row_group, columns=columns).slice(span.start, span.stop - span.start)
         except (OSError, pa.ArrowInvalid) as error:
-            raise ValueError(f"{span.path}, row group {span.row_group}, cannot be read ({error}); {REMEDY}") from error
+            raise UserError(f"{span.path}, row group {span.row_group}, cannot be read ({error}); {REMEDY}") from error
         for name in columns:
             column = table.column(name)
             if column.null_count or (name in self._list_names and any(chunk.flatten().null_count for chunk in column.chunks)):
-                raise ValueError(f"{span.path}: column {name} has an empty cell in row group {span.row_group}; {REMEDY}")
+                raise UserError(f"{span.path}: column {name} has an empty cell in row group {span.row_group}; {REMEDY}")
         dense, labels, weights = (
             _stacked(table, names, np.float32) for names in (self._dense_names, self._label_names, self._weight_names)
         )
         ids = _stacked(table, self._single_names, np.int32)
         if not np.isin(labels, (0, 1)).all():
-            raise ValueError(f"{span.path}: labels in row group {span.row_group} are not all 0 or 1; {REMEDY}")
+            raise UserError(f"{span.path}: labels in row group {span.row_group} are not all 0 or 1; {REMEDY}")
         if not (np.isfinite(weights) & (weights >= 0)).all():
-            raise ValueError(f"{span.path}: weights in row group {span.row_group} are not all finite and at least 0; {REMEDY}")
+            raise UserError(f"{span.path}: weights in row group {span.row_group} are not all finite and at least 0; {REMEDY}")
         lists = []
         for name in self._list_names:
             column = table.column(name).combine_chunks()
@@ -272,7 +273,7 @@ class ParquetBatches(IterableDataset[Batch]):
             limit = self._num_embeddings[name]
             if column_ids.size and not 0 <= column_ids.min() <= column_ids.max() < limit:
                 wrong = column_ids[~((column_ids >= 0) & (column_ids < limit))][0]
-                raise ValueError(f"{span.path}: table {name}: id {wrong} is not in 0..{limit - 1}; {REMEDY}")
+                raise UserError(f"{span.path}: table {name}: id {wrong} is not in 0..{limit - 1}; {REMEDY}")
         return Rows(dense, ids, labels, weights, tuple(lists))
 
     def _batch(self, rows: Rows) -> Batch:

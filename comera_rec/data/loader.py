@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 
 from comera_rec.data.batch import Batch
 from comera_rec.data.batches import ParquetBatches
+from data_pipeline.errors import UserError
 
 
 class BatchLoader:
@@ -35,7 +36,7 @@ class BatchLoader:
         prepare: Callable[[Batch], object] | None = None,
     ) -> None:
         if prefetch < 1:
-            raise ValueError(f"prefetch must be at least 1 batch, got {prefetch}")
+            raise UserError(f"prefetch must be at least 1 batch, got {prefetch}")
         self.batches, self.prefetch, self.pin_memory, self.prepare = batches, prefetch, pin_memory, prepare
         self._state = batches.state_dict()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
+from data_pipeline.errors import UserError
 from data_pipeline.similarity import cooccurrence_vectors
 from data_pipeline.similarity import similarity_order as order_of_vectors
 
@@ -62,13 +63,13 @@ def similarity_order(batches: Iterable[KeyedJaggedTensor], num_embeddings: Mappi
         sample_of, number_of = [], []
         for (feature, size), first in zip(num_embeddings.items(), firsts, strict=True):
             if feature not in batch.keys():  # noqa: SIM118
-                raise ValueError(
+                raise UserError(
                     f"a batch has no feature {feature!r}, only {', '.join(batch.keys())}: name those that all batches have"
                 )
             ids = batch[feature].values().numpy(force=True)
             if len(ids) and not 0 <= ids.min() <= ids.max() < size:
                 wrong = ids[(ids < 0) | (ids >= size)][0]
-                raise ValueError(f"feature {feature!r} has id {wrong}, but num_embeddings is {size}: ids run from 0 to {size - 1}")
+                raise UserError(f"feature {feature!r} has id {wrong}, but num_embeddings is {size}: ids run from 0 to {size - 1}")
             sample_of.append(np.repeat(np.arange(samples), batch[feature].lengths().numpy(force=True)))
             number_of.append((ids + first).astype(np.int32))
         order = np.argsort(np.concatenate(sample_of), kind="stable")

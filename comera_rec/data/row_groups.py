@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import REMEDY, Manifest, check_shards
 from data_pipeline.sources import Source
 from data_pipeline.storage import join, open_ranges
@@ -28,11 +29,11 @@ def _is_lists(kind: pa.DataType) -> bool:
 def row_groups(manifest: Manifest, data: Source, split: str) -> list[RowRange]:
     """List a split's row groups in the order of its files, after comparing each file's size, rows and columns with the manifest."""
     if split not in manifest.splits:
-        raise ValueError(f"split {split!r} is not in {data}; it has {', '.join(manifest.splits)}")
+        raise UserError(f"split {split!r} is not in {data}; it has {', '.join(manifest.splits)}")
     if manifest.label is None:
-        raise ValueError(f"{data} has no labels, so it can neither be trained nor evaluated on; preprocess logs with labels")
+        raise UserError(f"{data} has no labels, so it can neither be trained nor evaluated on; preprocess logs with labels")
     if manifest.splits[split].rows == 0:
-        raise ValueError(f"split {split} of {data} is empty; preprocess more rows or give {split} a larger fraction of them")
+        raise UserError(f"split {split} of {data} is empty; preprocess more rows or give {split} a larger fraction of them")
     check_shards(manifest, data)
     types = {label.name: pa.types.is_integer for label in manifest.labels}
     types |= {manifest.weight.name: pa.types.is_float32} if manifest.weight else {}
@@ -44,15 +45,15 @@ def row_groups(manifest: Manifest, data: Source, split: str) -> list[RowRange]:
         try:
             footer = pq.read_metadata(open_ranges(path))
         except (OSError, pa.ArrowInvalid) as error:
-            raise ValueError(f"{path} is not a readable Parquet file ({error}); {REMEDY}") from error
+            raise UserError(f"{path} is not a readable Parquet file ({error}); {REMEDY}") from error
         if footer.num_rows != shard.rows:
-            raise ValueError(f"{path} has {footer.num_rows} rows, the manifest states {shard.rows}; {REMEDY}")
+            raise UserError(f"{path} has {footer.num_rows} rows, the manifest states {shard.rows}; {REMEDY}")
         schema = footer.schema.to_arrow_schema()
         for name, matches in types.items():
             if name not in schema.names:
-                raise ValueError(f"{path} has no column {name}, but the manifest lists it; {REMEDY}")
+                raise UserError(f"{path} has no column {name}, but the manifest lists it; {REMEDY}")
             if not matches(schema.field(name).type):
-                raise ValueError(
+                raise UserError(
                     f"{path}: column {name} is of type {schema.field(name).type}, which training does not read; {REMEDY}"
                 )
         ranges += [RowRange(path, group, 0, footer.row_group(group).num_rows) for group in range(footer.num_row_groups)]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from comera_rec.nn.factories import LinearFactory
 from comera_rec.tt import require_positive
+from data_pipeline.errors import UserError
 
 
 class MultiheadAttention(nn.Module):
@@ -32,7 +33,7 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         require_positive(embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
-            raise ValueError(f"num_heads is {num_heads}, which does not divide embed_dim {embed_dim}: choose one of its divisors")
+            raise UserError(f"num_heads is {num_heads}, which does not divide embed_dim {embed_dim}: choose one of its divisors")
         self.num_heads = num_heads
         self.dropout = dropout
         self.query = linear(embed_dim, embed_dim)

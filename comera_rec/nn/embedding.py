@@ -17,6 +17,7 @@ from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_table import TTTable
 from comera_rec.ops import tt_bags
 from comera_rec.tt import TTShape, contract
+from data_pipeline.errors import UserError
 
 
 class TTEmbedding(TTTable):
@@ -43,7 +44,7 @@ class TTEmbedding(TTTable):
     def __init__(self, num_embeddings: int, embedding_dim: int, *, padding_idx: int | None = None, **others: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, **others)
         if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
-            raise ValueError(f"padding_idx is {padding_idx}: give an id from 0 to {num_embeddings - 1}")
+            raise UserError(f"padding_idx is {padding_idx}: give an id from 0 to {num_embeddings - 1}")
         self.padding_idx = padding_idx
 
     @one_call_in_fx

@@ -15,6 +15,7 @@ from comera_rec.nn.tt_table import TTTable
 from comera_rec.ops import tt_bags
 from comera_rec.ops.bags import MODES
 from comera_rec.tt import TTShape
+from data_pipeline.errors import UserError
 
 
 class TTEmbeddingBag(TTTable):
@@ -65,7 +66,7 @@ class TTEmbeddingBag(TTTable):
         dtype: torch.dtype | None = None,
     ) -> None:
         if mode not in MODES:
-            raise ValueError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
+            raise UserError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -98,7 +99,7 @@ class TTEmbeddingBag(TTTable):
             [B, N].
         """
         if per_sample_weights is not None and per_sample_weights.shape != input.shape:
-            raise ValueError(
+            raise UserError(
                 f"per_sample_weights has shape {tuple(per_sample_weights.shape)} for ids of shape {tuple(input.shape)}: "
                 "give a weight for each id, in the same shape"
             )
@@ -117,9 +118,9 @@ class TTEmbeddingBag(TTTable):
         if input.dim() == 2 and offsets is None:
             return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
         if input.dim() != 1 or offsets is None:
-            raise ValueError(f"input has {input.dim()} dimensions: give [L] ids with offsets, or [B, L] ids without")
+            raise UserError(f"input has {input.dim()} dimensions: give [L] ids with offsets, or [B, L] ids without")
         if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"offsets have dtype {offsets.dtype} and {offsets.dim()} dimensions: give [B] int32 or int64")
+            raise UserError(f"offsets have dtype {offsets.dtype} and {offsets.dim()} dimensions: give [B] int32 or int64")
         return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
 
     def to_dense(self) -> nn.EmbeddingBag:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops.bags import HotBlock
 from comera_rec.tt import TTShape, require_positive, slice_major
+from data_pipeline.errors import UserError
 
 
 class HotRows(TTModule):
@@ -80,4 +81,4 @@ def require_blocks(blocks: Sequence[tuple[int, int]], num_embeddings: int) -> No
     for rows, width in blocks:
         require_positive(rows_of_a_hot_block=rows, width_of_a_hot_block=width)
     if sum(rows for rows, _ in blocks) > num_embeddings:
-        raise ValueError(f"hot_rows {tuple(blocks)} have more rows than the table's {num_embeddings}: give fewer")
+        raise UserError(f"hot_rows {tuple(blocks)} have more rows than the table's {num_embeddings}: give fewer")

@@ -17,6 +17,7 @@ from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import require_float8, tt_linear
 from comera_rec.tt import Contraction, TTShape, best_contractions, contraction_for, require_positive
 from comera_rec.tt.contraction import Contractions
+from data_pipeline.errors import UserError
 
 
 class TTLinear(TTModule):
@@ -60,7 +61,7 @@ class TTLinear(TTModule):
     ) -> None:
         require_positive(in_features=in_features, out_features=out_features)
         if shape is not None and tt_ranks is not None:
-            raise ValueError(f"shape {shape} and tt_ranks {tt_ranks} are both given: give one of them")
+            raise UserError(f"shape {shape} and tt_ranks {tt_ranks} are both given: give one of them")
         shape = shape or TTShape.for_linear(in_features, out_features, tt_ranks=tt_ranks)
         _require_inputs_first(shape)
         std = (3 * in_features) ** -0.5  # that of nn.Linear: uniform on +-1/sqrt(in_features)
@@ -120,14 +121,10 @@ class TTLinear(TTModule):
                 floats.
         """
         if input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"input has {input.shape[-1]} features and the layer takes {self.in_features}: give [..., in_features]"
-            )
+            raise UserError(f"input has {input.shape[-1]} features and the layer takes {self.in_features}: give [..., in_features]")
         cores = self.cores()
         if input.dtype != cores[0].dtype and not (input.is_floating_point() and torch.is_autocast_enabled(input.device.type)):
-            raise ValueError(
-                f"input is {input.dtype} and the layer {cores[0].dtype}: give one type, or floats under torch.autocast"
-            )
+            raise UserError(f"input is {input.dtype} and the layer {cores[0].dtype}: give one type, or floats under torch.autocast")
         contraction = self.contraction(math.prod(input.shape[:-1]))
         float8 = self.float8 and _autocast_to_bfloat16(input.device.type)
         return tt_linear(input, cores, self.rank_parameters(), self.out_features, self.bias, contraction, float8)
@@ -204,7 +201,7 @@ def use_float8_(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool]
         if isinstance(module, TTLinear) and (filter_fn is None or filter_fn(module, name))
     ]
     if not layers:
-        raise ValueError(
+        raise UserError(
             "float8 is for the products of TTLinear layers, and the model has none that passes filter_fn: compress its linear "
             "layers first, or use bfloat16"
         )
@@ -221,7 +218,7 @@ def _autocast_to_bfloat16(device_type: str) -> bool:
 
 def _require_inputs_first(shape: TTShape) -> None:
     if not any(set(shape.col_shape[:cut]) == {1} == set(shape.row_shape[cut:]) for cut in range(1, shape.order)):
-        raise ValueError(
+        raise UserError(
             f"shape with row_shape {shape.row_shape} and col_shape {shape.col_shape} is not that of a TT linear layer: "
             "give input modes first (column modes 1), then output modes (row modes 1), as TTShape.for_linear does"
         )

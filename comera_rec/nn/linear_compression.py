@@ -18,6 +18,7 @@ from comera_rec.nn.replacement import (
     require_values,
 )
 from comera_rec.tt import TTShape, dense_milliseconds, require_positive, tt_milliseconds
+from data_pipeline.errors import UserError
 
 _LEAST_SPEED_UP = 1.2
 """Least predicted speed-up at which a layer is compressed: predictions are off by up to a fifth."""
@@ -53,7 +54,7 @@ class LinearCompression:
     def __post_init__(self) -> None:
         require_one_size(self.tt_ranks, self.compression)
         if self.policy not in ("auto", "always"):
-            raise ValueError(f"policy is {self.policy!r}: choose 'auto' or 'always'")
+            raise UserError(f"policy is {self.policy!r}: choose 'auto' or 'always'")
         require_positive(batch=self.batch)
 
     def shape_for(self, in_features: int, out_features: int) -> TTShape | None:
@@ -97,9 +98,9 @@ def require_one_size(tt_ranks: int | Sequence[int] | None, compression: float | 
     for rank in () if tt_ranks is None else tt_ranks if isinstance(tt_ranks, Sequence) else (tt_ranks,):
         require_positive(tt_ranks=rank)
     if tt_ranks is not None and compression is not None:
-        raise ValueError(f"tt_ranks {tt_ranks} and compression {compression} are both given: give one of them")
+        raise UserError(f"tt_ranks {tt_ranks} and compression {compression} are both given: give one of them")
     if compression is not None and not (isinstance(compression, int | float) and compression > 1):
-        raise ValueError(f"compression is {compression!r}: give a number above 1, e.g. 100 for tables 100 times smaller")
+        raise UserError(f"compression is {compression!r}: give a number above 1, e.g. 100 for tables 100 times smaller")
 
 
 def compressed_linears(

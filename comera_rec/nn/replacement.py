@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor, nn
 
+from data_pipeline.errors import UserError
+
 FilterFn = Callable[[nn.Module, str], bool]
 """(module, fully qualified name) -> whether to consider it."""
 
@@ -69,4 +71,4 @@ def reason_for_dense_weight(
 def require_values(weight: Tensor, name: str) -> None:
     """Raise ValueError for a weight on the meta device, which TT-SVD can't start from."""
     if weight.is_meta:
-        raise ValueError(f"{name!r} is on the meta device, without values to start from: give init='random'")
+        raise UserError(f"{name!r} is on the meta device, without values to start from: give init='random'")

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch.fx import Proxy
 
+from data_pipeline.errors import UserError
+
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
@@ -28,7 +30,7 @@ def one_call_in_fx(forward: Forward) -> Forward:
         tracer: Any = traced.tracer
         path = tracer.path_of_module(module)
         if not path:
-            raise ValueError(
+            raise UserError(
                 f"torch.fx records a {type(module).__name__} as one call: trace a model that contains it, not the module itself"
             )
         return tracer.create_proxy("call_module", path, args, kwargs)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from comera_rec.nn.attention import MultiheadAttention
 from comera_rec.nn.factories import EmbeddingFactory, LinearFactory, dense_embedding
 from comera_rec.tt import require_positive
+from data_pipeline.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class TransformerConfig:
         sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "ff_dim", "max_length")
         require_positive(**{name: getattr(self, name) for name in sizes})
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}: give a probability from 0 to below 1")
+            raise UserError(f"dropout is {self.dropout}: give a probability from 0 to below 1")
 
 
 class FeedForward(nn.Module):
@@ -184,7 +185,7 @@ class TransformerEncoder(nn.Module):
         length = ids.shape[1]
         if length > self.config.max_length:
             limit = self.config.max_length
-            raise ValueError(f"ids have {length} positions but max_length is {limit}: truncate the ids or raise max_length")
+            raise UserError(f"ids have {length} positions but max_length is {limit}: truncate the ids or raise max_length")
         x_BLD = self.tokens(ids) + self.positions(torch.arange(length, device=ids.device))
         x_BLD = self.dropout(self.embedding_norm(x_BLD))
         for block in self.blocks:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from comera_rec.ops.bags.updates import IN_BACKWARD, hooks_in_backward
 from comera_rec.tt import TTShape, contract, init_cores_, scaled_cores, tt_svd
+from data_pipeline.errors import UserError
 
 _CONVERT = "load it into the dense model, and convert that with comera_rec.compress_(..., init='tt_svd')"
 
@@ -76,7 +77,7 @@ class TTModule(nn.Module):
 
     def __prepare_scriptable__(self) -> TTModule:
         """Raise ValueError: `torch.jit.script` calls this for every module of a model."""
-        raise ValueError(
+        raise UserError(
             "TT modules can't be compiled by torch.jit.script: use torch.export or torch.compile, or script export_dense's model"
         )
 
@@ -98,7 +99,7 @@ class TTModule(nn.Module):
         try:
             return [parameters[f"{kind}_{k}"] for k in numbers]
         except KeyError as error:
-            raise ValueError(
+            raise UserError(
                 f"{error.args[0]} of a {type(self).__name__} isn't a parameter any more: don't parametrize or prune TT modules; "
                 "replicate them, or shard them by TorchRec, instead of wrapping them by FullyShardedDataParallel"
             ) from None

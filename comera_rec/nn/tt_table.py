@@ -16,6 +16,7 @@ from comera_rec.ops import LookupPlan, PairPlan, check_ids, plan_lookup
 from comera_rec.ops.bags import Table, require_bags_impl, resolve_bags_impl
 from comera_rec.ops.bags.updates import register_update, unregister_update
 from comera_rec.tt import TTShape, require_positive, slice_major
+from data_pipeline.errors import UserError
 
 
 class TTTable(TTModule):
@@ -191,7 +192,7 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
             elif sum(register_update(core, optimizer) for core in cores) == len(cores):
                 updated.append(name)
     if not updated and optimizer is not None:
-        raise ValueError(
+        raise UserError(
             f"no TT table's cores are updated by this {type(optimizer).__name__}: give the optimizer of the cores, "
             "SGD without momentum, Adagrad, Adam or AdamW without amsgrad"
         )
@@ -248,21 +249,21 @@ def _check_ids(ids: Sequence[Sequence[Tensor]], tables: Sequence[TTTable], names
 def table_shape(num_embeddings: int, embedding_dim: int, shape: TTShape | None, tt_ranks: int | Sequence[int] | None) -> TTShape:
     """Return the given shape, or the default one at the given ranks; raise ValueError if both are given."""
     if shape is not None and tt_ranks is not None:
-        raise ValueError(f"shape {shape} and tt_ranks {tt_ranks} are both given: give one of them")
+        raise UserError(f"shape {shape} and tt_ranks {tt_ranks} are both given: give one of them")
     if shape is not None and shape.order > 4:
-        raise ValueError(f"shape {shape} has {shape.order} cores: embedding tables take at most 4")
+        raise UserError(f"shape {shape} has {shape.order} cores: embedding tables take at most 4")
     return shape or TTShape.for_table(num_embeddings, embedding_dim, tt_ranks=tt_ranks)
 
 
 def require_plain_rows(module: nn.Embedding | nn.EmbeddingBag) -> None:
     """Raise ValueError if a dense table has options that a TT table lacks."""
     if module.max_norm is not None or module.scale_grad_by_freq:
-        raise ValueError(
+        raise UserError(
             f"max_norm and scale_grad_by_freq have no equivalent in a TT table: build the {type(module).__name__} without them"
         )
     if module.padding_idx is None:
         return
     if isinstance(module, nn.EmbeddingBag):
-        raise ValueError("a TT table can't leave padding_idx out of bags: build the EmbeddingBag without it")
+        raise UserError("a TT table can't leave padding_idx out of bags: build the EmbeddingBag without it")
     if not module.weight.is_meta and module.weight[module.padding_idx].any():
-        raise ValueError(f"the row of padding_idx {module.padding_idx} isn't zero, and TT tables need a zero row: set it to zero")
+        raise UserError(f"the row of padding_idx {module.padding_idx} isn't zero, and TT tables need a zero row: set it to zero")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from comera_rec.rank.importance import SCORES
+from data_pipeline.errors import UserError
 
 TARGETS = ("target_size", "target_params", "target_bytes", "target_compression")
 
@@ -62,37 +63,37 @@ class RankConfig:
         for name, least in (("early_steps", 1), ("late_steps", 0), ("truncate_every", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value}: give an integer of at least {least}")
+                raise UserError(f"{name} is {value}: give an integer of at least {least}")
         if self.objective not in ("achievement", "budget"):
-            raise ValueError(f"objective is {self.objective!r}: choose 'achievement' or 'budget'")
+            raise UserError(f"objective is {self.objective!r}: choose 'achievement' or 'budget'")
         if self.score not in (None, *SCORES):
-            raise ValueError(f"score is {self.score!r}: choose one of {', '.join(map(repr, SCORES))}")
+            raise UserError(f"score is {self.score!r}: choose one of {', '.join(map(repr, SCORES))}")
         if self.score == "taylor" and self.objective == "achievement":
-            raise ValueError(
+            raise UserError(
                 "score is 'taylor', which reads gradients that objective 'achievement' biases: choose 'norm', or 'budget'"
             )
         self._check_targets()
         if self.target_loss is not None and not math.isfinite(self.target_loss):
-            raise ValueError(f"target_loss is {self.target_loss}: give a finite number")
+            raise UserError(f"target_loss is {self.target_loss}: give a finite number")
         for name in ("gamma", "beta", "w_loss", "w_size", "rho", "threshold"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a non-negative number")
+                raise UserError(f"{name} is {getattr(self, name)}: give a non-negative number")
 
     def _check_targets(self) -> None:
         targets = {name: getattr(self, name) for name in TARGETS if getattr(self, name) is not None}
         if len(targets) > 1:
-            raise ValueError(f"{' and '.join(f'{name} {value}' for name, value in targets.items())} are given: give one target")
+            raise UserError(f"{' and '.join(f'{name} {value}' for name, value in targets.items())} are given: give one target")
         if bool(targets) != (self.late_steps > 0):
             target = next((f"{name} is {value}" for name, value in targets.items()), "no target is given")
-            raise ValueError(
+            raise UserError(
                 f"{target} and late_steps is {self.late_steps}: a late stage needs both; "
                 f"give late_steps and one of {', '.join(TARGETS)}"
             )
         for name, value in targets.items():
             if not (isinstance(value, int | float) and value > 0):
-                raise ValueError(f"{name} is {value!r}: give a positive number")
+                raise UserError(f"{name} is {value!r}: give a positive number")
         if self.target_size is not None and self.target_size > 1:
-            raise ValueError(f"target_size is {self.target_size}: give a fraction of the early stage's size, at most 1")
+            raise UserError(f"target_size is {self.target_size}: give a fraction of the early stage's size, at most 1")
 
     @property
     def score_used(self) -> str:

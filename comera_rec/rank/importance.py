@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.nn import TTModule
+from data_pipeline.errors import UserError
 
 SCORES = ("taylor", "norm", "magnitude")
 NO_GRADIENTS = "score is 'taylor' but step() found no gradients: call it after optimizer.step(), before zero_grad()"
@@ -105,7 +106,7 @@ class TaylorScores:
             ValueError: if no gradients were seen.
         """
         if self.mean is None and modules:
-            raise ValueError(NO_GRADIENTS)
+            raise UserError(NO_GRADIENTS)
         if self.mean is None:
             return []
         bonds = iter(self.mean.split([len(rank) for module in modules for rank in module.rank_parameters()]))

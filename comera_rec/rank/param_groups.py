@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from comera_rec.nn import named_tt_modules
+from data_pipeline.errors import UserError
 
 
 def _is_free(parameter: nn.Parameter) -> bool:
@@ -29,7 +30,7 @@ def rank_param_groups(model: nn.Module, *, lr_cores: float, lr_ranks: float, lr_
     """
     for name, rate in (("lr_cores", lr_cores), ("lr_ranks", lr_ranks), ("lr_dense", lr_dense)):
         if not rate >= 0:
-            raise ValueError(f"{name} is {rate}: give a non-negative learning rate")
+            raise UserError(f"{name} is {rate}: give a non-negative learning rate")
     cores = [core for _, module in named_tt_modules(model) for core in module.cores()]
     ranks = [rank for _, module in named_tt_modules(model) for rank in module.rank_parameters()]
     tt_parameters = {id(parameter) for parameter in (*cores, *ranks)}

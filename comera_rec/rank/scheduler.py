@@ -23,6 +23,7 @@ from comera_rec.rank.penalty import size_surrogate
 from comera_rec.rank.selection import Masks, above_threshold, within_budget
 from comera_rec.rank.truncation import keep_ranks_, magnitudes_of, require_optimized
 from comera_rec.rank.tt_modules import ModuleSummary, bytes_outside, gather_tt_modules, total_bytes, total_params
+from data_pipeline.errors import UserError
 
 
 class RankScheduler:
@@ -70,7 +71,7 @@ class RankScheduler:
         summaries = self._summaries()
         if not summaries:
             remedy = "unfreeze at least one" if modules else "swap tables or linear layers before building a RankScheduler"
-            raise ValueError(f"the model has no TT module{' that is trained' if modules else ''}: {remedy}")
+            raise UserError(f"the model has no TT module{' that is trained' if modules else ''}: {remedy}")
         _require_gradients(self._modules.values(), config)
         require_optimized(self._modules, optimizer)
         self.optimizer = optimizer
@@ -110,7 +111,7 @@ class RankScheduler:
             ValueError: if the loss isn't a scalar.
         """
         if task_loss.numel() != 1:
-            raise ValueError(f"task_loss has shape {tuple(task_loss.shape)}: give the mean over the batch, a scalar")
+            raise UserError(f"task_loss has shape {tuple(task_loss.shape)}: give the mean over the batch, a scalar")
         if task_loss.dim():
             task_loss = task_loss.reshape(())
         if self._processes.several and self.stage != "done":
@@ -197,7 +198,7 @@ class RankScheduler:
 
     def _truncate(self, *, last: bool) -> None:
         if frozen := [name for name, module in self._modules.items() if _is_frozen(module)]:
-            raise ValueError(f"{frozen[0]!r} was frozen after the RankScheduler was built: freeze modules before building it")
+            raise UserError(f"{frozen[0]!r} was frozen after the RankScheduler was built: freeze modules before building it")
         objective = self._stage_objective()
         if objective.threshold:
             summaries = self._summaries({name: magnitudes_of(module) for name, module in self._modules.items()})
@@ -230,7 +231,7 @@ class RankScheduler:
         if self.config.score_used == "taylor":
             scores = self._taylor.mean
             if self._processes.several and scores is not None and not float(self._total_of_shares(scores)):
-                raise ValueError(NO_GRADIENTS)  # on all processes at once
+                raise UserError(NO_GRADIENTS)  # on all processes at once
             return dict(zip(modules, self._taylor.scores(list(modules.values())), strict=True))
         return {name: STATIC_SCORES[self.config.score_used](module) for name, module in modules.items()}
 
@@ -254,7 +255,7 @@ class RankScheduler:
         if self.target_loss is None:
             self.target_loss = self._mean_task_loss()
         if self.target_loss is None and self.config.objective == "achievement":
-            raise ValueError(
+            raise UserError(
                 f"no finite loss was seen in the {self.steps} steps of the early stage: pass every step's loss through `loss`, "
                 "or lower the learning rates"
             )
@@ -288,7 +289,7 @@ class RankScheduler:
         others = self._other_bytes
         dense = others + sum(summary.dense_params * summary.unit for summary in summaries.values())
         if others >= dense / compression:
-            raise ValueError(
+            raise UserError(
                 f"target_compression is {compression} but layers outside TT modules take {others:,} of {dense:,} dense bytes: "
                 f"give less than {dense / max(1, others):.1f}, or compress more layers"
             )
@@ -345,7 +346,7 @@ def _is_frozen(module: TTModule) -> bool:
 def _require_gradients(modules: Collection[TTModule], config: RankConfig) -> None:
     """Raise ValueError if an update in backward consumes gradients that the schedule needs, or would apply a penalty separately."""
     if config.beta and any(update_kind(core) for module in modules for core in module.cores()):
-        raise ValueError(
+        raise UserError(
             f"beta is {config.beta}, a penalty on cores, which are updated in backward: a step would update them twice; set beta=0"
         )
     need = None
@@ -356,4 +357,4 @@ def _require_gradients(modules: Collection[TTModule], config: RankConfig) -> Non
     elif config.gamma:
         need = f"gamma is {config.gamma}, a price on rank parameters"
     if need and any(hasattr(rank, "_in_backward_optimizers") for module in modules for rank in module.rank_parameters()):
-        raise ValueError(f"{need}, which are updated in backward: give rank parameters a separate optimizer")
+        raise UserError(f"{need}, which are updated in backward: give rank parameters a separate optimizer")

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from comera_rec.nn import TTModule, named_tt_modules, replace_data_
 from comera_rec.ops.bags.updates import is_row_wise
 from comera_rec.rank.selection import Masks, above_threshold
+from data_pipeline.errors import UserError
 
 
 def count_tt_params(model: nn.Module) -> int:
@@ -39,7 +40,7 @@ def truncate_ranks_(model: nn.Module, optimizer: Optimizer | None = None, *, thr
         The ranks of every TT module after truncation, by fully qualified name.
     """
     if not threshold >= 0:
-        raise ValueError(f"threshold is {threshold}: give a non-negative number")
+        raise UserError(f"threshold is {threshold}: give a non-negative number")
     modules = dict(named_tt_modules(model))
     masks = above_threshold([magnitudes_of(module) for module in modules.values()], threshold)
     if optimizer:
@@ -110,7 +111,7 @@ def require_optimized(modules: Mapping[str, TTModule], optimizer: Optimizer) -> 
         for parameter_name, parameter in module.named_parameters(name, recurse=False):
             is_optimized = id(parameter) in optimized or hasattr(parameter, "_in_backward_optimizers")
             if parameter.requires_grad and not is_optimized:
-                raise ValueError(
+                raise UserError(
                     f"{parameter_name!r} is in no parameter group of this {type(optimizer).__name__}: build the optimizer after "
                     "all swaps, and combine several optimizers with torchrec.optim.CombinedOptimizer"
                 )
@@ -130,7 +131,7 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
             for key, value in state.items():
                 by_slice = parameter.shape[1:2] if parameter.dim() == 4 else ()
                 if isinstance(value, Tensor) and value.numel() > 1 and value.shape not in (parameter.shape, by_slice):
-                    raise ValueError(
+                    raise UserError(
                         f"{type(each).__name__} keeps {key!r} of shape {tuple(value.shape)} for a parameter of shape "
                         f"{tuple(parameter.shape)}: ranks can't change under it; "
                         "use an optimizer whose state has the parameter's shape"

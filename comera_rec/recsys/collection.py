@@ -28,6 +28,7 @@ from comera_rec.ops.bags import Table
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
+from data_pipeline.errors import UserError
 
 
 class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
@@ -209,7 +210,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def _require_features(self, features: KeyedJaggedTensor) -> None:
         require_keys(features, self._configs)
         if self.is_pooled and features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
-            raise ValueError(
+            raise UserError(
                 "features have different batch sizes: give the KeyedJaggedTensor inverse indices, or one batch size for all"
             )
 
@@ -348,7 +349,7 @@ def require_keys(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingCon
     for config in configs:
         for feature in config.feature_names:
             if feature not in keys:
-                raise ValueError(f"table {config.name!r} looks up feature {feature!r}, which the batch lacks: it has {keys}")
+                raise UserError(f"table {config.name!r} looks up feature {feature!r}, which the batch lacks: it has {keys}")
 
 
 def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:
@@ -370,14 +371,14 @@ def _require_valid(configs: Sequence[TTEmbeddingBagConfig]) -> None:
     seen = set()
     for config in configs:
         if config.name in seen:
-            raise ValueError(f"two tables are named {config.name!r}: give each table a different name")
+            raise UserError(f"two tables are named {config.name!r}: give each table a different name")
         seen.add(config.name)
         if not config.name or "." in config.name or hasattr(nn.ModuleDict(), config.name):
-            raise ValueError(f"table name {config.name!r} can't name a submodule of an nn.ModuleDict: choose another, without dots")
+            raise UserError(f"table name {config.name!r} can't name a submodule of an nn.ModuleDict: choose another, without dots")
         if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
-            raise ValueError(f"table {config.name!r} has pooling {config.pooling}: choose SUM or MEAN")
+            raise UserError(f"table {config.name!r} has pooling {config.pooling}: choose SUM or MEAN")
         if config.is_tt and config.data_type not in DTYPES:
-            raise ValueError(f"table {config.name!r} has data type {config.data_type}: a TT table takes FP32, FP16 or BF16")
+            raise UserError(f"table {config.name!r} has data type {config.data_type}: a TT table takes FP32, FP16 or BF16")
 
 
 def _tt_bag(config: TTEmbeddingBagConfig, device: torch.device) -> TTEmbeddingBag:

@@ -15,6 +15,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, Em
 from comera_rec.nn.hot_rows import require_blocks
 from comera_rec.nn.tt_table import table_shape
 from comera_rec.tt import Blocks, TTShape, blocks_params, require_positive
+from data_pipeline.errors import UserError
 
 _SAMPLED = 1 << 24  # the most entries that are drawn from an `init_fn` to estimate its standard deviation
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
@@ -34,10 +35,10 @@ class _TTFields(BaseEmbeddingConfig):
             if self.is_tt:
                 self.tt_shape().require_covers(self.num_embeddings, self.embedding_dim)
             elif self.hot_rows:
-                raise ValueError(f"hot_rows is {self.hot_rows}, which a dense table can't have: give tt_ranks or shape")
+                raise UserError(f"hot_rows is {self.hot_rows}, which a dense table can't have: give tt_ranks or shape")
             require_blocks(self.hot_rows, self.num_embeddings)
         except ValueError as error:
-            raise ValueError(f"table {self.name!r}: {error}") from None
+            raise UserError(f"table {self.name!r}: {error}") from None
         super().__post_init__()
 
     def __eq__(self, other: object) -> bool:

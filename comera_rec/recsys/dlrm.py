@@ -15,6 +15,7 @@ from comera_rec.nn import LinearCompression, compressed_linears, replace_modules
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, StackedFeatures
 from comera_rec.tt import require_positive
+from data_pipeline.errors import UserError
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -69,15 +70,15 @@ def build_dlrm(
     require_inputs(tables, dense_in_features)
     for name, sizes in (("dense_arch_layer_sizes", dense_arch_layer_sizes), ("over_arch_layer_sizes", over_arch_layer_sizes)):
         if not sizes:
-            raise ValueError(f"{name} is empty: give at least one layer size")
+            raise UserError(f"{name} is empty: give at least one layer size")
         require_positive(**{f"{name}[{i}]": size for i, size in enumerate(sizes)})
     if cross_layers < 0:
-        raise ValueError(f"cross_layers is {cross_layers}: give a number of layers, or 0 for products of pairs")
+        raise UserError(f"cross_layers is {cross_layers}: give a number of layers, or 0 for products of pairs")
     require_positive(cross_rank=cross_rank)
     collection = TTEmbeddingBagCollection(tables, device=device)
     dims = {config.embedding_dim for config in tables}
     if dims != {dense_arch_layer_sizes[-1]}:
-        raise ValueError(
+        raise UserError(
             f"tables have dimensions {sorted(dims)} and dense_arch_layer_sizes ends with {dense_arch_layer_sizes[-1]}: "
             "give the same number for all"
         )
@@ -125,7 +126,7 @@ def build_deepfm(
     require_positive(hidden_layer_size=hidden_layer_size, deep_fm_dimension=deep_fm_dimension, outputs=outputs)
     dims = sorted({config.embedding_dim for config in tables})
     if len(dims) > 1:
-        raise ValueError(f"tables have dimensions {dims}: give the same for all, as DeepFM needs")
+        raise UserError(f"tables have dimensions {dims}: give the same for all, as DeepFM needs")
     collection = TTEmbeddingBagCollection(tables, device=device)
     model = SimpleDeepFMNN(max(1, dense_in_features), collection, hidden_layer_size, deep_fm_dimension)
     head = model.over_arch.model[0]  # without TorchRec's sigmoid
@@ -138,9 +139,9 @@ def build_deepfm(
 def require_inputs(tables: Sequence[EmbeddingBagConfig], dense_in_features: int) -> None:
     """Raise ValueError for no tables, or a negative number of dense features."""
     if dense_in_features < 0:
-        raise ValueError(f"dense_in_features is {dense_in_features}: give how many there are, or 0")
+        raise UserError(f"dense_in_features is {dense_in_features}: give how many there are, or 0")
     if not tables:
-        raise ValueError("tables is empty: give at least one table config")
+        raise UserError("tables is empty: give at least one table config")
 
 
 def compress_large_linears_(model: Model, linears: LinearCompression | None) -> Model:

@@ -17,6 +17,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
 from comera_rec.recsys.config import TTEmbeddingConfig
+from data_pipeline.errors import UserError
 
 
 class TTEmbeddingCollection(EmbeddingCollectionInterface):
@@ -58,10 +59,10 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     ) -> None:
         super().__init__()
         if not tables:
-            raise ValueError("tables is empty: give at least one table config")
+            raise UserError("tables is empty: give at least one table config")
         dims = sorted({table.embedding_dim for table in tables})
         if len(dims) > 1:
-            raise ValueError(f"tables have dimensions {dims}: give the same for all, or make several collections")
+            raise UserError(f"tables have dimensions {dims}: give the same for all, or make several collections")
         self._configs = [t if isinstance(t, TTEmbeddingConfig) else TTEmbeddingConfig.from_dense(t, None) for t in tables]
         self.tables = TTEmbeddingBagCollection([config.pooled() for config in self._configs], device=device, is_pooled=False)
         for config in self._configs:

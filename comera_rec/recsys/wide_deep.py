@@ -18,6 +18,7 @@ from comera_rec.nn import LinearCompression
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.dlrm import compress_large_linears_, require_inputs
 from comera_rec.tt import require_positive
+from data_pipeline.errors import UserError
 
 _COLUMNS = 4
 """Columns of a wide table, whose sum is an id's weight: FBGEMM's fused and sharded tables require multiples of four."""
@@ -72,12 +73,12 @@ def wide_tables(tables: Sequence[EmbeddingBagConfig], buckets: int = 0, *, outpu
         ValueError: for a negative number of buckets, no outputs, or tables named "x" and "wide_x".
     """
     if buckets < 0:
-        raise ValueError(f"buckets is {buckets}: give the largest number of weights per table, or 0 for one per id")
+        raise UserError(f"buckets is {buckets}: give the largest number of weights per table, or 0 for one per id")
     require_positive(outputs=outputs)
     names = {table.name for table in tables}
     for name in sorted(names):
         if f"wide_{name}" in names:
-            raise ValueError(f"tables {name!r} and 'wide_{name}' would share the name 'wide_{name}': rename one of them")
+            raise UserError(f"tables {name!r} and 'wide_{name}' would share the name 'wide_{name}': rename one of them")
     return [
         EmbeddingBagConfig(
             name=f"wide_{table.name}",

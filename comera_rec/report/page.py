@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from comera_rec.report import charts
 from comera_rec.report.runs import BASELINE, Run, read_runs
+from data_pipeline.errors import UserError
 
 _SUMMARY_KEYS = (
     *("params", "bytes", "auc", "ne", "logloss", "step_ms", "peak_mib"),
@@ -48,7 +49,7 @@ def require_summary(path: Path) -> None:
         except (ValueError, TypeError, OSError):
             is_summary = False
         if not is_summary:
-            raise ValueError(f"{path} exists and is not a summary of runs: choose another folder for the page, or move that file")
+            raise UserError(f"{path} exists and is not a summary of runs: choose another folder for the page, or move that file")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from data_pipeline.errors import UserError
+
 BASELINE = "dense"
 COLORS = 7
 
@@ -72,7 +74,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         ValueError: if there is none, a folder is not a run, or one of its files cannot be read.
     """
     if not folders:
-        raise ValueError("no run to report on; give at least one folder that `comera train` wrote")
+        raise UserError("no run to report on; give at least one folder that `comera train` wrote")
     runs: list[Run] = []
     colors = itertools.cycle(range(1, COLORS))
     for run in map(_read_run, map(Path, folders)):
@@ -83,7 +85,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def _read_run(folder: Path) -> Run:
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is not a run: it holds no config.json; give a folder that `comera train` wrote")
+        raise UserError(f"{folder} is not a run: it holds no config.json; give a folder that `comera train` wrote")
     lines: dict[str, list[dict[str, Any]]] = {"train": [], "val": [], "ranks": []}
     for line in _read_lines(folder / "metrics.jsonl"):
         kind = line.get("split") if line["kind"] == "eval" else line["kind"]
@@ -98,7 +100,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value: dict[str, Any] = json.loads(path.read_bytes())
         return value
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); train the run again") from error
+        raise UserError(f"{path} is damaged ({error}); train the run again") from error
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -109,5 +111,5 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             lines.append({"kind": "", "step": 0, **json.loads(line)})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}, is damaged ({error}); remove the line") from error
+            raise UserError(f"{path}, line {number}, is damaged ({error}); remove the line") from error
     return lines

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from comera_rec.serving.package import DATATYPES, FeatureInput, TensorInput
+from data_pipeline.errors import UserError
 
 Leaf = Tensor | KeyedJaggedTensor | TensorInput | FeatureInput
 _DATATYPES = {getattr(torch, torch_name): name for name, torch_name in DATATYPES.items()}
@@ -39,7 +40,7 @@ def mapped(function: Callable[[tuple[str, ...], Any], Any], value: Any, path: tu
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(
+    raise UserError(
         f"{'.'.join(path)} is a {type(value).__name__}: give tensors, KeyedJaggedTensors and numbers, or tuples, lists, dicts or "
         "dataclasses of them"
     )
@@ -57,12 +58,12 @@ def named_arguments(model: nn.Module, sample: Any) -> dict[str, Any]:
     try:
         bound = signature.bind(*positional, **named)
     except TypeError as error:
-        raise ValueError(
+        raise UserError(
             f"sample_batch doesn't fit forward{signature} ({error}): give its arguments in a tuple or a dict"
         ) from error
     kinds = {signature.parameters[name].kind for name in bound.arguments}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
-        raise ValueError(f"forward{signature} has arguments without a name: wrap the model in a module whose arguments have names")
+        raise UserError(f"forward{signature} has arguments without a name: wrap the model in a module whose arguments have names")
     return dict(bound.arguments)
 
 
@@ -100,7 +101,7 @@ def described(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 def datatype_of(tensor: Tensor) -> str:
     """Return the Open Inference Protocol's name of a tensor's type; raise ValueError if it has none."""
     if tensor.dtype not in _DATATYPES:
-        raise ValueError(f"a tensor of {tensor.dtype} is no input or output of a package: make it {', '.join(DATATYPES.values())}")
+        raise UserError(f"a tensor of {tensor.dtype} is no input or output of a package: make it {', '.join(DATATYPES.values())}")
     return _DATATYPES[tensor.dtype]
 
 
@@ -109,14 +110,14 @@ def _rows(found: Sequence[tuple[tuple[str, ...], Any]]) -> int:
     for path, leaf in found:
         if isinstance(leaf, KeyedJaggedTensor):
             if leaf.variable_stride_per_key() or leaf.inverse_indices_or_none() is not None:
-                raise ValueError(f"{'.'.join(path)} has batch sizes that vary by key: give a KeyedJaggedTensor with one batch size")
+                raise UserError(f"{'.'.join(path)} has batch sizes that vary by key: give a KeyedJaggedTensor with one batch size")
             rows[leaf.stride()] = ".".join(path)
     if len(rows) > 1:
         stated = " and ".join(f"{name} has {count} rows" for count, name in rows.items())
-        raise ValueError(f"{stated}: give a sample batch with one number of rows")
+        raise UserError(f"{stated}: give a sample batch with one number of rows")
     sizes = [*rows, *(leaf.shape[0] for _, leaf in found if isinstance(leaf, Tensor) and leaf.dim())]
     if not sizes or not sizes[0]:
-        raise ValueError("sample_batch has no rows: give the arguments of forward for one row or more")
+        raise UserError("sample_batch has no rows: give the arguments of forward for one row or more")
     return sizes[0]
 
 

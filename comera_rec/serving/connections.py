@@ -14,6 +14,8 @@ from typing import Any
 
 import httptools
 
+from data_pipeline.errors import UserError
+
 _CLIENT_SECONDS = 20.0  # that a client may take to send a request
 _DRAIN_SECONDS = 5.0  # that requests may take once the server stops; as much again if clients haven't sent all of them
 _HEAD_BYTES = 64 << 10  # largest head of a request
@@ -225,7 +227,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ValueError(f"--host {host} is unknown ({error.strerror}): give a name or address of this machine") from error
+        raise UserError(f"--host {host} is unknown ({error.strerror}): give a name or address of this machine") from error
     sock = socket.socket(family, kind)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -233,6 +235,6 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise ValueError(f"can't listen on {host}:{port} ({error.strerror}): choose another --port or --host") from error
+        raise UserError(f"can't listen on {host}:{port} ({error.strerror}): choose another --port or --host") from error
     sock.setblocking(False)
     return sock

@@ -36,6 +36,7 @@ from comera_rec.serving.arguments import (
 from comera_rec.serving.decompositions import DECOMPOSITIONS
 from comera_rec.serving.forms import FORMS, id_limits, serving_copy
 from comera_rec.serving.package import FORMAT_VERSION, FeatureInput, ModelMetadata, TensorInput, require_package, seal
+from data_pipeline.errors import UserError
 
 
 def export(
@@ -86,9 +87,9 @@ def put_in_place(written: Path, path: Path) -> None:
 def require_output(path: Path) -> None:
     """Raise ValueError for a path that no package can be written to."""
     if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a file, such as {path / 'model.pt2'}")
+        raise UserError(f"{path} is a folder: name a file, such as {path / 'model.pt2'}")
     if path.suffix != ".pt2":
-        raise ValueError(f"{path} doesn't end in .pt2: name a file such as model.pt2")
+        raise UserError(f"{path} doesn't end in .pt2: name a file such as model.pt2")
     require_package(path)
 
 
@@ -109,13 +110,13 @@ def write_package(
     Arguments, errors and what is returned are as for `export`; `facts` are for programs that read no JSON.
     """
     if form not in FORMS:
-        raise ValueError(f"form is {form!r}: choose {' or '.join(map(repr, FORMS))}")
+        raise UserError(f"form is {form!r}: choose {' or '.join(map(repr, FORMS))}")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}: choose one of {', '.join(map(repr, DTYPES))}")
+        raise UserError(f"dtype is {dtype!r}: choose one of {', '.join(map(repr, DTYPES))}")
     if any(isinstance(module, ShardedModule) for module in model.modules()):
-        raise ValueError("the model is sharded: load its state into the model as it was before DistributedModelParallel")
+        raise UserError("the model is sharded: load its state into the model as it was before DistributedModelParallel")
     if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError("the model is not on the CPU: give model.cpu(), or a copy of it")
+        raise UserError("the model is not on the CPU: give model.cpu(), or a copy of it")
     arguments = named_arguments(model, sample_batch)
     template, rows = described(arguments)
     inputs = [leaf for _, leaf in leaves(template)]
@@ -134,7 +135,7 @@ def write_package(
         try:
             outputs = package.run(tensors)
         except RuntimeError as error:
-            raise ValueError(
+            raise UserError(
                 f"the package fails on {count} rows ({_one_line(error)}): give a model that takes any number"
             ) from error
         _require_same(expected[count], outputs, count)
@@ -174,7 +175,7 @@ def _outputs(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Tensor
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"forward fails on sample_batch: {type(error).__name__}: {_one_line(error)}") from error
+        raise UserError(f"forward fails on sample_batch: {type(error).__name__}: {_one_line(error)}") from error
 
 
 class _FlatModel(nn.Module):
@@ -207,7 +208,7 @@ def _captured(
         try:
             program = torch.export.export(flat, tuple(tensors), dynamic_shapes={"tensors": tuple(shapes)}, strict=False)
         except Exception as error:
-            raise ValueError(f"the model can't be captured: {_one_line(error)}") from error
+            raise UserError(f"the model can't be captured: {_one_line(error)}") from error
         program = program.run_decompositions(DECOMPOSITIONS)
     allowed = {"aten", "prim", "prims", "higher_order"} | ({"comera_rec"} if form == "fast" else set())
     others: dict[str, str] = {}
@@ -217,7 +218,7 @@ def _captured(
             others[str(node.target)] = path.partition(".")[2] or "the model"
     if others:
         stated = ", ".join(f"{operator} (in {where})" for operator, where in others.items())
-        raise ValueError(f"a package can't call {stated}: use torch's operators there")
+        raise UserError(f"a package can't call {stated}: use torch's operators there")
     return program
 
 
@@ -256,7 +257,7 @@ def _require_same(expected: Mapping[str, Tensor], outputs: Sequence[Tensor], row
     for (name, wanted), actual in zip(expected.items(), outputs, strict=True):
         if wanted.shape != actual.shape or not torch.allclose(wanted, actual, rtol=1e-4, atol=1e-5, equal_nan=True):
             by = "in shape" if wanted.shape != actual.shape else f"by {float((wanted - actual).abs().max()):.1e}"
-            raise ValueError(
+            raise UserError(
                 f"{name} of the package differs {by} from the model's on {rows} rows: make forward depend on the values of its "
                 "tensors alone, and not on random numbers"
             )

@@ -29,6 +29,7 @@ from comera_rec.serving.fast import FastTables
 from comera_rec.serving.portable import PortableTables, ServedTables
 from comera_rec.serving.tables import served_table
 from comera_rec.tt import contract
+from data_pipeline.errors import UserError
 
 FORMS: dict[str, type[PortableTables | FastTables]] = {"portable": PortableTables, "fast": FastTables}
 COLLECTIONS = (
@@ -182,7 +183,7 @@ class _Served(nn.Module):
 
     def inputs(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         if list(features.keys()) != self.keys:
-            raise ValueError(f"a collection is called with keys {list(features.keys())}, with the sample batch {self.keys}")
+            raise UserError(f"a collection is called with keys {list(features.keys())}, with the sample batch {self.keys}")
         return features.values().long(), features.lengths().long()
 
 
@@ -272,7 +273,7 @@ class _Collisions(nn.Module):
         self.table_of = [list(self.maps).index(module._feature_to_table[feature]) for feature in self.features]
         for name, each in self.maps.items():
             if not isinstance(each, MCHManagedCollisionModule):
-                raise ValueError(
+                raise UserError(
                     f"table {name!r} has a {type(each).__name__}: only TorchRec's MCHManagedCollisionModule is exported"
                 )
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from comera_rec.ops.native import LIBRARY
 from data_pipeline.columns import LABEL
+from data_pipeline.errors import UserError
 
 FORMAT_VERSION = 3  # 1 had no checksum; 2 only models of `comera train`
 METADATA = "extra/comera_rec.json"  # in the archive's folder
@@ -156,7 +157,7 @@ def require_package(path: Path) -> None:
     except _BAD:
         is_package = False
     if not is_package:
-        raise ValueError(f"{path} exists and is not a package of `comera export`: choose another name")
+        raise UserError(f"{path} exists and is not a package of `comera export`: choose another name")
 
 
 def seal(path: Path, metadata: ModelMetadata) -> None:
@@ -179,11 +180,11 @@ def read_metadata(path: str | Path) -> ModelMetadata:
 
 def _open(path: Path) -> BinaryIO:
     if path.is_dir():
-        raise ValueError(f"{path} is a folder: give a MODEL.pt2 that `comera export` wrote from it")
+        raise UserError(f"{path} is a folder: give a MODEL.pt2 that `comera export` wrote from it")
     try:
         return path.open("rb")
     except FileNotFoundError as error:
-        raise ValueError(f"{path} doesn't exist: {_REMEDY}") from error
+        raise UserError(f"{path} doesn't exist: {_REMEDY}") from error
 
 
 def _read(file: BinaryIO, path: Path, *, check: bool = False) -> ModelMetadata:
@@ -196,15 +197,15 @@ def _read(file: BinaryIO, path: Path, *, check: bool = False) -> ModelMetadata:
                 _require_whole(archive)
     except _BAD as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path} is not a package, or a damaged one ({reason}): {_REMEDY}") from error
+        raise UserError(f"{path} is not a package, or a damaged one ({reason}): {_REMEDY}") from error
     if text is None:
-        raise ValueError(f"{path} is a package of another program: {_REMEDY}")
+        raise UserError(f"{path} is a package of another program: {_REMEDY}")
     if version != FORMAT_VERSION:
-        raise ValueError(f"{path} has format version {version} and this library reads {FORMAT_VERSION}: export the model again")
+        raise UserError(f"{path} has format version {version} and this library reads {FORMAT_VERSION}: export the model again")
     try:
         return _METADATA.validate_json(text)
     except ValidationError as error:
-        raise ValueError(
+        raise UserError(
             f"{path} has metadata that can't be read ({error.errors()[0]['loc'][0]}): export the model again"
         ) from error
 
@@ -243,7 +244,7 @@ class ServingModel:
             self.metadata = _read(file, self.path, check=True)
             version = self.metadata.library_version
             if self.metadata.form == "fast" and not hasattr(torch.ops.comera_rec, OPERATOR):
-                raise ValueError(f"{path} calls comera_rec::{OPERATOR}, which {LIBRARY} lacks: install comera-rec {version}")
+                raise UserError(f"{path} calls comera_rec::{OPERATOR}, which {LIBRARY} lacks: install comera-rec {version}")
             if threads is not None:
                 torch.set_num_threads(threads)
             checked = f"/proc/self/fd/{file.fileno()}"  # another file may have taken the path
@@ -253,7 +254,7 @@ class ServingModel:
                 self._loader.run(self._zeros())  # initializes the model; fails if operators have changed since it was compiled
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
-                raise ValueError(
+                raise UserError(
                     f"{path} can't be loaded ({reason}): it was written by comera-rec {version} on torch "
                     f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the model again on this machine"
                 ) from error
@@ -281,7 +282,7 @@ class ServingModel:
         if any(output.is_floating_point() and bool(output.isnan().any()) for output in outputs):
             self._require_numbers(tensors)
             if self.metadata.run:
-                raise ValueError("scores are not numbers: a dense value is too large, or the model has diverged")
+                raise UserError("scores are not numbers: a dense value is too large, or the model has diverged")
         return tuple(outputs)
 
     def check(self, *arrays: np.ndarray) -> int:
@@ -291,7 +292,7 @@ class ServingModel:
             ValueError: naming what is wrong with the inputs.
         """
         if len(arrays) != len(self.metadata.tensors):
-            raise ValueError(f"{len(arrays)} tensors are given: give {', '.join(self.metadata.names)}")
+            raise UserError(f"{len(arrays)} tensors are given: give {', '.join(self.metadata.names)}")
         left, rows = iter(arrays), set[int]()
         for each in self.metadata.inputs:
             if isinstance(each, TensorInput):
@@ -304,7 +305,7 @@ class ServingModel:
                 _require_lengths(each, values, lengths, *weights)
                 rows.add(lengths.size // len(each.keys))
         if len(rows) > 1:
-            raise ValueError(f"inputs have {' and '.join(map(str, sorted(rows)))} rows: give the same number in each")
+            raise UserError(f"inputs have {' and '.join(map(str, sorted(rows)))} rows: give the same number in each")
         return rows.pop() if rows else 0
 
     def _zeros(self) -> list[Tensor]:
@@ -326,7 +327,7 @@ class ServingModel:
                 tensor = next(left)
                 if not bool(tensor.isfinite().all()):
                     where = tensor.isfinite().logical_not().nonzero()[0].tolist()
-                    raise ValueError(f"{each.name} is {float(tensor[tuple(where)])} at {where}: give a number")
+                    raise UserError(f"{each.name} is {float(tensor[tuple(where)])} at {where}: give a number")
             else:
                 values, lengths, *_ = (next(left) for _ in each.names)
                 _require_ids(each, values, lengths)
@@ -336,22 +337,22 @@ def _require_shape(wanted: TensorInput, array: np.ndarray) -> None:
     fits = array.ndim == len(wanted.shape) and all(n in (-1, size) for n, size in zip(wanted.shape, array.shape, strict=True))
     if not fits or array.dtype.name != DATATYPES[wanted.datatype]:
         shape = ", ".join("B" if size == -1 else str(size) for size in wanted.shape)
-        raise ValueError(f"{wanted.name} is {_describe(array)}: give {DATATYPES[wanted.datatype]} [{shape}]")
+        raise UserError(f"{wanted.name} is {_describe(array)}: give {DATATYPES[wanted.datatype]} [{shape}]")
 
 
 def _require_lengths(features: FeatureInput, values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None) -> None:
     prefix, keys = features.prefix, len(features.keys)
     if values.ndim != 1 or values.dtype != np.int64:
-        raise ValueError(f"{prefix}values is {_describe(values)}: give int64 [V]")
+        raise UserError(f"{prefix}values is {_describe(values)}: give int64 [V]")
     if lengths.ndim != 1 or lengths.size % keys or lengths.dtype not in (np.int32, np.int64):
-        raise ValueError(f"{prefix}lengths is {_describe(lengths)}: give int64 [{keys} * B], key by key")
+        raise UserError(f"{prefix}lengths is {_describe(lengths)}: give int64 [{keys} * B], key by key")
     if lengths.size and lengths.min() < 0:
-        raise ValueError(f"{prefix}lengths hold {lengths.min()}: give numbers of values, at least 0")
+        raise UserError(f"{prefix}lengths hold {lengths.min()}: give numbers of values, at least 0")
     total = int(lengths.sum(dtype=np.float64))  # a sum of integers could overflow
     if total != values.size:
-        raise ValueError(f"{prefix}lengths add up to {total} for {values.size} {prefix}values: the two must be equal")
+        raise UserError(f"{prefix}lengths add up to {total} for {values.size} {prefix}values: the two must be equal")
     if weights is not None and (weights.shape != values.shape or weights.dtype != np.float32):
-        raise ValueError(f"{prefix}weights is {_describe(weights)}: give float32 [{values.size}]")
+        raise UserError(f"{prefix}weights is {_describe(weights)}: give float32 [{values.size}]")
 
 
 def _require_ids(features: FeatureInput, values: Tensor, lengths: Tensor) -> None:
@@ -362,7 +363,7 @@ def _require_ids(features: FeatureInput, values: Tensor, lengths: Tensor) -> Non
     invalid = ((values < least) | (values >= limits)).nonzero().flatten().tolist()
     if invalid:
         name = names[int(torch.searchsorted(counts.cumsum(0), invalid[0], right=True))]
-        raise ValueError(
+        raise UserError(
             f"id {int(values[invalid[0]])} is out of range in column {name}: its ids run from 0 to {(features.keys[name] or 0) - 1}"
         )
 

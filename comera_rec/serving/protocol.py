@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from comera_rec.serving.package import DATATYPES, FeatureInput, ModelMetadata, TensorInput
+from data_pipeline.errors import UserError
 
 PLATFORM = "torch_aoti"
 JSON_LENGTH = "Inference-Header-Content-Length"  # the header with the number of bytes of JSON before binary data
@@ -50,7 +51,7 @@ def json_length(header: str | None, content: int) -> int:
     if header is None:
         return content
     if not header.isdecimal() or int(header) > content:
-        raise ValueError(f"{JSON_LENGTH} is {reprlib.repr(header)} in a body of {content} bytes: give the bytes of its JSON")
+        raise UserError(f"{JSON_LENGTH} is {reprlib.repr(header)} in a body of {content} bytes: give the bytes of its JSON")
     return int(header)
 
 
@@ -66,15 +67,15 @@ def read_inputs(body: Any, binary: bytes, metadata: ModelMetadata) -> list[np.nd
         ValueError: if a tensor is missing or has a wrong type or shape; if the id, a parameter or an output is not the protocol's.
     """
     if not isinstance(body, dict) or not isinstance(body.get("inputs"), list):
-        raise ValueError('the body is not an object with a list of tensors: give {"inputs": [{"name": "dense", ...}, ...]}')
+        raise UserError('the body is not an object with a list of tensors: give {"inputs": [{"name": "dense", ...}, ...]}')
     if not isinstance(body.get("id"), str | None):
-        raise ValueError(f"id is {reprlib.repr(body['id'])}: give a string, or leave it out")
+        raise UserError(f"id is {reprlib.repr(body['id'])}: give a string, or leave it out")
     _wanted(body, metadata)
     given = _by_name(body["inputs"], binary)
     tensors = []
     for wanted in metadata.tensors:
         if wanted.name not in given:
-            raise ValueError(f"inputs has no tensor {wanted.name}: give {', '.join(metadata.names)}")
+            raise UserError(f"inputs has no tensor {wanted.name}: give {', '.join(metadata.names)}")
         tensors.append(_read(given[wanted.name], wanted))
     return tensors
 
@@ -84,11 +85,11 @@ def _by_name(inputs: list[Any], binary: bytes) -> dict[str, Mapping[str, Any]]:
     tensors, end = dict[str, Mapping[str, Any]](), 0
     for tensor in inputs:
         if not isinstance(tensor, dict) or not isinstance(tensor.get("name"), str):
-            raise ValueError("inputs has a tensor without a name: name all of them")
+            raise UserError("inputs has a tensor without a name: name all of them")
         size = _parameters(tensor).get("binary_data_size")
         if size is not None:
             if type(size) is not int or not 0 <= size <= len(binary) - end:
-                raise ValueError(
+                raise UserError(
                     f"{reprlib.repr(tensor['name'])} has binary_data_size {reprlib.repr(size)}, and {len(binary) - end} bytes "
                     "follow: give its number of bytes"
                 )
@@ -96,14 +97,14 @@ def _by_name(inputs: list[Any], binary: bytes) -> dict[str, Mapping[str, Any]]:
             end += size
         tensors[tensor["name"]] = tensor
     if end < len(binary):
-        raise ValueError(f"{len(binary) - end} bytes follow the last tensor: give every binary tensor its binary_data_size")
+        raise UserError(f"{len(binary) - end} bytes follow the last tensor: give every binary tensor its binary_data_size")
     return tensors
 
 
 def _parameters(part: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = part.get("parameters") or {}
     if not isinstance(parameters, dict):
-        raise ValueError(f"parameters is {reprlib.repr(parameters)}: give an object, or leave it out")
+        raise UserError(f"parameters is {reprlib.repr(parameters)}: give an object, or leave it out")
     return parameters
 
 
@@ -111,36 +112,36 @@ def _read(tensor: Mapping[str, Any], wanted: TensorInput) -> np.ndarray:
     name, datatype, shape = wanted.name, tensor.get("datatype"), tensor.get("shape")
     is_index = wanted.datatype in ("INT64", "INT32")  # either will do
     if datatype != wanted.datatype and not (is_index and datatype in ("INT64", "INT32")):
-        raise ValueError(f"{name} has datatype {reprlib.repr(datatype)}: give {wanted.datatype}")
+        raise UserError(f"{name} has datatype {reprlib.repr(datatype)}: give {wanted.datatype}")
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 31 for size in shape):
-        raise ValueError(f"{name} has shape {reprlib.repr(shape)}: give a list of sizes")
+        raise UserError(f"{name} has shape {reprlib.repr(shape)}: give a list of sizes")
     if len(shape) != len(wanted.shape) or not all(size in (-1, given) for size, given in zip(wanted.shape, shape, strict=True)):
-        raise ValueError(f"{name} has shape {reprlib.repr(shape)}: give {list(wanted.shape)}, where -1 is any size")
+        raise UserError(f"{name} has shape {reprlib.repr(shape)}: give {list(wanted.shape)}, where -1 is any size")
     numbers = tensor.get("data")
     if isinstance(numbers, bytes):
         if len(numbers) % _DTYPES[datatype].itemsize:
-            raise ValueError(f"{name} has {len(numbers)} bytes of binary data: give whole numbers of type {datatype}")
+            raise UserError(f"{name} has {len(numbers)} bytes of binary data: give whole numbers of type {datatype}")
         numbers = np.frombuffer(bytearray(numbers), _DTYPES[datatype])  # writable, as torch wants it
     elif not isinstance(numbers, list):
-        raise ValueError(f"{name} has no data: give a list of numbers")
+        raise UserError(f"{name} has no data: give a list of numbers")
     try:
         data = np.asarray(numbers)
     except ValueError as error:
-        raise ValueError(f"{name} has lists of different lengths as data: give one list, row by row") from error
+        raise UserError(f"{name} has lists of different lengths as data: give one list, row by row") from error
     if data.size != math.prod(shape):
-        raise ValueError(f"{name} has {data.size} numbers for shape {shape}: give as many as the shape has")
+        raise UserError(f"{name} has {data.size} numbers for shape {shape}: give as many as the shape has")
     dtype = _DTYPES[wanted.datatype]
     if data.dtype != dtype and data.size:
         if data.dtype.kind not in ("iuf" if dtype.kind == "f" else "b" if dtype.kind == "b" else "iu"):
-            raise ValueError(f"{name} has data of another kind: give {datatype} data")
+            raise UserError(f"{name} has data of another kind: give {datatype} data")
         if dtype.kind in "iu" and not np.iinfo(dtype).min <= data.min() <= data.max() <= np.iinfo(dtype).max:
-            raise ValueError(f"{name} has data beyond the range of {wanted.datatype}: give {wanted.datatype} data")
+            raise UserError(f"{name} has data beyond the range of {wanted.datatype}: give {wanted.datatype} data")
     if dtype.kind != "f":
         return data.astype(dtype, copy=False).reshape(shape)
     with np.errstate(over="ignore"):
         read = data.astype(dtype, copy=False).reshape(shape)
     if not np.isfinite(read).all():
-        raise ValueError(f"{name} has a number that is not finite: give finite ones")
+        raise UserError(f"{name} has a number that is not finite: give finite ones")
     return read
 
 
@@ -152,10 +153,10 @@ def _wanted(body: Mapping[str, Any], metadata: ModelMetadata) -> dict[str, bool]
     wanted: dict[str, bool] = {}
     for output in outputs if isinstance(outputs, list) else [outputs]:
         if not isinstance(output, dict) or output.get("name") not in names:
-            raise ValueError(f"outputs names an unknown tensor: leave it out, or name {', '.join(names)}")
+            raise UserError(f"outputs names an unknown tensor: leave it out, or name {', '.join(names)}")
         is_binary = _parameters(output).get("binary_data", default)
         if type(is_binary) is not bool:
-            raise ValueError("binary_data or binary_data_output is not a boolean: give true or false")
+            raise UserError("binary_data or binary_data_output is not a boolean: give true or false")
         wanted[output["name"]] = is_binary
     return wanted
 

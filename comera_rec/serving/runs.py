@@ -17,6 +17,7 @@ from comera_rec.training.evaluation import evaluate
 from comera_rec.training.metrics import OneClass
 from comera_rec.training.model import Schema
 from comera_rec.training.runs import load_run
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import read_manifest
 
 
@@ -46,7 +47,7 @@ def _write(run: Path, path: Path, data: Path | None, form: str, dtype: str, last
     data = data or Path(config.data.path)
     manifest = read_manifest(data)
     if schema.differences(Schema.from_manifest(manifest)):
-        raise ValueError(f"{run} was trained with other columns or vocabularies than {data} has: give the data set of the run")
+        raise UserError(f"{run} was trained with other columns or vocabularies than {data} has: give the data set of the run")
     split = next(name for name in ("test", "val", "train") if manifest.splits[name].rows)  # as the run was evaluated
     columns = list(schema.sparse)
     first = next(iter(ParquetBatches(data, split, batch_size=8)))

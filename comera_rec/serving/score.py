@@ -27,6 +27,7 @@ from comera_rec.serving.vocabularies import check_vocabularies, open_vocabularie
 from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.count_pass import pass_over
 from data_pipeline.encoder import Flat, check_columns, flatten, new_logs_schema, open_encoder, recorded_log
+from data_pipeline.errors import UserError
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import Manifest, check_shards, file_sha256, read_manifest
 from data_pipeline.options import PassOptions
@@ -160,10 +161,10 @@ def _score_data_set(options: ScoreOptions, tell: Tell) -> Scored:
     manifest = read_manifest(folder)
     check_vocabularies(read_metadata(options.model), manifest, folder)
     if options.split not in manifest.splits:
-        raise ValueError(f"--split is {options.split!r}; choose one of {', '.join(manifest.splits)}")
+        raise UserError(f"--split is {options.split!r}; choose one of {', '.join(manifest.splits)}")
     shards = manifest.splits[options.split].shards
     if not shards:
-        raise ValueError(f"split {options.split} of {folder} is empty; choose another with --split")
+        raise UserError(f"split {options.split} of {folder} is empty; choose another with --split")
     check_shards(manifest, folder)
     paths = [folder / shard.path for shard in shards]
     groups = [(path, group) for path in paths for group in range(pq.read_metadata(path).num_row_groups)]

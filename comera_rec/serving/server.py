@@ -30,6 +30,7 @@ from comera_rec.serving.batching import Batcher, Outputs, Overloaded
 from comera_rec.serving.connections import HttpServer, Request, Response, listen
 from comera_rec.serving.protocol import JSON_LENGTH, describe_model, json_length, read_inputs, write_outputs
 from comera_rec.serving.versions import ModelFile, Version
+from data_pipeline.errors import UserError
 
 log = logging.getLogger("comera_rec.serving")
 Reply = Callable[[Any], None]  # takes a Response, content for JSON, or an exception
@@ -85,9 +86,9 @@ class ServeOptions:
             "reload_seconds": 0.01,
         }.items():
             if not getattr(self, name) >= minimum:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {minimum}")
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {minimum}")
         if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"--port is {self.port}; it must be 0 to 65535")
+            raise UserError(f"--port is {self.port}; it must be 0 to 65535")
 
 
 class Server:
@@ -196,7 +197,7 @@ class Server:
             raise _Refused(404, f"/score is unavailable without vocabularies: {version.reason}")
         rows = body.get("rows") if isinstance(body, dict) else None
         if not isinstance(rows, list):
-            raise ValueError('the body is not an object with a list of rows: give {"rows": [{"I1": 3, ...}, ...]}')
+            raise UserError('the body is not an object with a list of rows: give {"rows": [{"I1": 3, ...}, ...]}')
         self._check_rows(len(rows))
 
         def answer(outputs: Outputs) -> None:
@@ -211,7 +212,7 @@ class Server:
 
     def _check_rows(self, rows: int) -> None:
         if not rows:
-            raise ValueError("the request has no rows: give at least one")
+            raise UserError("the request has no rows: give at least one")
         if rows > self.options.max_rows:
             raise _Refused(413, f"the request has {rows} rows: send at most {self.options.max_rows} at a time")
 
@@ -227,7 +228,7 @@ def _parse(content: bytes) -> Any:
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"the body is not JSON: {error}") from error
+        raise UserError(f"the body is not JSON: {error}") from error
 
 
 def _json(content: Any) -> Response:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from comera_rec.serving.package import FeatureInput, ModelMetadata, Offset, RunMetadata
 from data_pipeline.encoder import RequestEncoder
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
 
 
@@ -24,7 +25,7 @@ def open_vocabularies(metadata: ModelMetadata, data: Path | None = None) -> Requ
         encoder = RequestEncoder(folder)
     except ValueError as error:
         hint = "" if data else "; the model was trained on this folder: name another with --data"
-        raise ValueError(f"{error}{hint}") from error
+        raise UserError(f"{error}{hint}") from error
     check_vocabularies(metadata, encoder.manifest, folder)
     return encoder
 
@@ -32,7 +33,7 @@ def open_vocabularies(metadata: ModelMetadata, data: Path | None = None) -> Requ
 def run_of(metadata: ModelMetadata) -> RunMetadata:
     """Return what a package says of its run; raise ValueError for a package of another model, whose ids no data set explains."""
     if metadata.run is None:
-        raise ValueError("the model is not a run of `comera train`: encode rows yourself, and send or pass tensors")
+        raise UserError("the model is not a run of `comera train`: encode rows yourself, and send or pass tensors")
     return metadata.run
 
 
@@ -57,7 +58,7 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
     run = run_of(metadata)
     dense = tuple(column.name for column in manifest.integer_columns)
     if dense != run.dense:
-        raise ValueError(
+        raise UserError(
             f"{folder} has integer columns {', '.join(dense)}, the model {', '.join(run.dense)}: give the model's data set"
         )
     actual = {
@@ -68,9 +69,9 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
     expected = {name: (rows, run.checksums[name]) for name, rows in keys.items()}
     if list(actual) != list(expected) or actual != expected:
         differing = [name for name in {**expected, **actual} if actual.get(name) != expected.get(name)]
-        raise ValueError(
+        raise UserError(
             f"{folder} has other vocabularies than the model was trained with (in {', '.join(differing) or 'other order'}): "
             "give the model's data set, or one that `comera transform` made with it"
         )
     if offsets_of(manifest) != run.offsets:
-        raise ValueError(f"{folder} has other offsets of integer columns than the model has: give the model's data set")
+        raise UserError(f"{folder} has other offsets of integer columns than the model has: give the model's data set")

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from comera_rec.data import Batch
 from comera_rec.distributed import WORLD
+from data_pipeline.errors import UserError
 
 WARMUP = 3
 """Eager updates on batches of the same shapes before one is captured."""
@@ -76,10 +77,10 @@ class CapturedUpdate:
 
     def __init__(self, update: Callable[[list[Batch]], Tensor], optimizer: Optimizer, recorder: CudaRecorder) -> None:
         if WORLD.several:
-            raise ValueError("capture is on and several processes train together: set training.capture=false")
+            raise UserError("capture is on and several processes train together: set training.capture=false")
         for group in optimizer.param_groups:
             if "capturable" not in group or not (group["capturable"] or group.get("fused")):
-                raise ValueError(
+                raise UserError(
                     f"capture is on and a step of {type(optimizer).__name__} can't be captured: build Adam or AdamW with "
                     "fused=True, or set training.capture=false"
                 )

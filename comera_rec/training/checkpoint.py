@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from comera_rec.convert.folders import TensorReader, file_of
 from comera_rec.distributed import WORLD, Processes
 from data_pipeline.atomic import replacing, sync
+from data_pipeline.errors import UserError
 
 _FORMAT = 2
 _TEMPORARY = ".partial"
@@ -71,7 +72,7 @@ class Checkpoint:
         try:
             TensorReader(self._path).read_into(tensors, process_group=processes.group, no_dist=not processes.several)
         except ValueError as error:
-            raise ValueError(f"checkpoint {self._path} cannot be loaded ({error}): remove it, or give another") from error
+            raise UserError(f"checkpoint {self._path} cannot be loaded ({error}): remove it, or give another") from error
 
 
 def _mapped(size: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -228,9 +229,9 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
             raise TypeError(f"{_RECORD} holds no record")
         if saved["format"] != _FORMAT:
             remedy = "use the version of comera-rec that wrote it"
-            raise ValueError(f"it is of format {saved['format']}, and this version reads format {_FORMAT}")
+            raise UserError(f"it is of format {saved['format']}, and this version reads format {_FORMAT}")
         if saved["record_checksum"] != _json_checksum(saved["record"]):
-            raise ValueError(f"{_RECORD} fails its checksum")
+            raise UserError(f"{_RECORD} fails its checksum")
         checksums = sorted(saved["checksums"].items())[processes.process_rank :: processes.size]
 
         def check() -> None:
@@ -246,7 +247,7 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
         earlier = [checkpoint.name for checkpoint in _checkpoints(path.parent) if checkpoint.name < path.name]
         remedy = remedy or (f"remove it to resume from {earlier[-1]}" if earlier else "remove it to start the run anew")
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"checkpoint {path} cannot be loaded ({reason}): {remedy}") from error
+        raise UserError(f"checkpoint {path} cannot be loaded ({reason}): {remedy}") from error
 
 
 def _remove_older(path: Path, keep: int, kept_step: int | None) -> None:

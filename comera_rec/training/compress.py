@@ -17,6 +17,7 @@ from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model, table_configs
 from comera_rec.training.runs import CHECKPOINTS, open_run
 from comera_rec.training.trainer import Trainer
+from data_pipeline.errors import UserError
 
 
 def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
@@ -37,19 +38,19 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
         The compressed run, at step 0.
     """
     if config.tables.format != "tt":
-        raise ValueError(f"tables.format is {config.tables.format!r}: compressing needs 'tt', so set tables.format=tt")
+        raise UserError(f"tables.format is {config.tables.format!r}: compressing needs 'tt', so set tables.format=tt")
     if latest_checkpoint(Path(config.output) / CHECKPOINTS) is not None:
-        raise ValueError(f"{config.output} holds checkpoints already: give a new output")
+        raise UserError(f"{config.output} holds checkpoints already: give a new output")
     checkpoint = open_run(dense)
     schema = Schema.from_dict(checkpoint.record["schema"])
     if config.model != parse_config(checkpoint.record["config"]).model:
-        raise ValueError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
+        raise UserError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
     model = build_model(config, schema)
     weights = _named(checkpoint, "model/", "")
     copy_weights_(model, weights, _table_budget(config, schema), _named(checkpoint, "tables/", "/momentum1"))
     trainer = Trainer(config, model)
     if differing := schema.differences(trainer.schema):
-        raise ValueError(
+        raise UserError(
             f"{dense} was trained on other data than {config.data.path} (they differ in {', '.join(differing)}): "
             "give the data set it was trained on"
         )
@@ -92,7 +93,7 @@ def _dense_weight(name: str, module: TTModule, dense: dict[str, Tensor]) -> Tens
         collection, _, table = name.rpartition(".tt_bags.")
         key = f"{collection}.dense_bags.embedding_bags.{table}.weight"
     if key not in dense:
-        raise ValueError(f"the dense checkpoint holds no {key}: give a run trained with tables.format=dense linears.format=dense")
+        raise UserError(f"the dense checkpoint holds no {key}: give a run trained with tables.format=dense linears.format=dense")
     return dense[key]
 
 

@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from comera_rec.convert import LinearCompression, TableCompression
 from comera_rec.rank import RankConfig
+from data_pipeline.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +65,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.wide_buckets and self.architecture != "wide_deep":
-            raise ValueError(f"model.wide_buckets is {self.wide_buckets}: give 0, or architecture wide_deep")
+            raise UserError(f"model.wide_buckets is {self.wide_buckets}: give 0, or architecture wide_deep")
         if not self.over_arch and self.architecture in ("dlrm", "dcn"):
-            raise ValueError(f"model.over_arch is empty: give at least one layer size, as {self.architecture} needs")
+            raise UserError(f"model.over_arch is empty: give at least one layer size, as {self.architecture} needs")
         for name in ("dense_arch", "over_arch"):
             if self.architecture == "deepfm" and len(getattr(self, name)) != 1:
-                raise ValueError(f"model.{name} is {list(getattr(self, name))}: give exactly one layer size for DeepFM")
+                raise UserError(f"model.{name} is {list(getattr(self, name))}: give exactly one layer size for DeepFM")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in ("keep_best", "patience"):
             if getattr(self, name) and not self.eval_every:
-                raise ValueError(f"training.{name} is {getattr(self, name)} but nothing is evaluated: set training.eval_every")
+                raise UserError(f"training.{name} is {getattr(self, name)} but nothing is evaluated: set training.eval_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +213,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if not self.output.strip():
-            raise ValueError("output is empty: give the run's folder")
+            raise UserError("output is empty: give the run's folder")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain numbers, strings, lists and sections."""
@@ -247,7 +248,7 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
             text = Path(path).read_text()
             raw = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
         except ValueError as error:
-            raise ValueError(f"{path} can't be parsed: {error}") from None
+            raise UserError(f"{path} can't be parsed: {error}") from None
     for override in overrides:
         _apply(raw, override)
     return _parse(schema, raw)
@@ -267,11 +268,11 @@ def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "missing":
-            raise ValueError(f"config: {key} is missing: set it in the file, or as {key}=VALUE on the command line") from None
+            raise UserError(f"config: {key} is missing: set it in the file, or as {key}=VALUE on the command line") from None
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] != "value_error":  # errors of the dataclasses name the value
             message += f", not {first['input']!r}"
-        raise ValueError(f"config: {key}: {message}" if key and not message.startswith(key) else f"config: {message}") from None
+        raise UserError(f"config: {key}: {message}" if key and not message.startswith(key) else f"config: {message}") from None
 
 
 def _required_sections(schema: type) -> dict[str, dict[str, Any]]:
@@ -284,12 +285,12 @@ def _required_sections(schema: type) -> dict[str, dict[str, Any]]:
 def _apply(raw: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise ValueError(f"override {override!r} is not of the form section.key=value")
+        raise UserError(f"override {override!r} is not of the form section.key=value")
     *sections, name = key.split(".")
     for section in sections:
         raw = raw.setdefault(section, {})
         if not isinstance(raw, dict):
-            raise ValueError(f"override {override!r}: {section} is a value, not a section")
+            raise UserError(f"override {override!r}: {section} is a value, not a section")
     if text == "none":
         raw.pop(name, None)
         return
@@ -319,9 +320,9 @@ def _reject_unknown(raw: dict[str, Any], schema: type, prefix: str) -> None:
             near = [name for name in known if name.startswith(key)] or difflib.get_close_matches(key, known, n=1)
             near = [prefix + name for name in near] or [name for name in _leaves(schema, prefix) if name.endswith(f".{key}")]
             hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-            raise ValueError(f"config: unknown key {prefix}{key}; {hint}")
+            raise UserError(f"config: unknown key {prefix}{key}; {hint}")
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"config: {prefix}{key} is {value}: give a finite number")
+            raise UserError(f"config: {prefix}{key} is {value}: give a finite number")
         section = _section(types[key])
         if section is not None and isinstance(value, dict):
             _reject_unknown(value, section, f"{prefix}{key}.")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from comera_rec.distributed import WORLD, Processes
+from data_pipeline.errors import UserError
 
 
 class OneClass(ValueError):
@@ -126,14 +127,14 @@ def mean_of_tasks(computed: dict[str, dict[str, float | int] | OneClass]) -> dic
 
 def _flat(logits: Tensor, labels: Tensor, weights: Tensor | None) -> list[Tensor]:
     if logits.numel() != labels.numel():
-        raise ValueError(f"logits and labels must match in size, got {tuple(logits.shape)} and {tuple(labels.shape)}")
+        raise UserError(f"logits and labels must match in size, got {tuple(logits.shape)} and {tuple(labels.shape)}")
     weights = torch.ones_like(logits) if weights is None else weights
     return [each.detach().flatten() for each in (logits, labels, weights)]
 
 
 def _check_finite(bad: int, rows: int) -> None:
     if bad:
-        raise ValueError(f"{bad} of {rows} logits are not finite: the model has diverged; lower its learning rates")
+        raise UserError(f"{bad} of {rows} logits are not finite: the model has diverged; lower its learning rates")
 
 
 def _metrics(by_score: Tensor, loss: float, rows: int) -> dict[str, float | int]:
@@ -145,7 +146,7 @@ def _metrics(by_score: Tensor, loss: float, rows: int) -> dict[str, float | int]
     negatives, positives = by_score
     weights = [float(negatives.sum()), float(positives.sum())]
     if rows == 0:
-        raise ValueError("no rows to evaluate; use a split that is not empty")
+        raise UserError("no rows to evaluate; use a split that is not empty")
     if not all(weights):
         which = f"labels are {int(weights[1] > 0)}" if any(weights) else "weights are 0"
         raise OneClass(f"all {rows} {which}, so AUC and NE are undefined; evaluate on more rows")

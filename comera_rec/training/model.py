@@ -25,6 +25,7 @@ from comera_rec.rank import rank_param_groups
 from comera_rec.recsys import build_deepfm, build_dlrm, build_wide_deep, wide_tables
 from comera_rec.training.config import OptimizerConfig, RunConfig
 from data_pipeline.columns import LABEL
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
 
 
@@ -187,7 +188,7 @@ def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> lis
         if isinstance(module, EmbeddingBagCollection):
             for table in module.embedding_bag_configs():
                 if table.embedding_dim % 4:
-                    raise ValueError(
+                    raise UserError(
                         f"table {table.name!r} is dense and has {table.embedding_dim} columns: FBGEMM takes multiples of 4, "
                         "so change model.embedding_dim"
                     )

@@ -25,6 +25,7 @@ from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardi
 from comera_rec.training.config import RunConfig
 from comera_rec.training.model import Schema, build_model, fuse_dense_tables_, materialize_
 from comera_rec.training.start import StartingVectors
+from data_pipeline.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ def place(
     """
     lr = config.optimizer.lr_tables
     if processes.several and model is not None:
-        raise ValueError("a given model trains on one process only: save it there, then resume from its folder on several")
+        raise UserError("a given model trains on one process only: save it there, then resume from its folder on several")
     # On the meta device at first: so initial values don't depend on the number of processes, and dense tables, which may be too
     # large for one process, are made in shards on the processes that keep them.
     whole = materialize_(build_model(config, schema, device="meta"), device) if model is None else model.to(device)
@@ -133,11 +134,11 @@ def device_of(name: str) -> torch.device:
     local_process_rank = launcher_number("LOCAL_RANK", 0)
     count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
     if name == "cuda" and not count:
-        raise ValueError("training.device is cuda but torch sees no GPU: use training.device=cpu, or install the CUDA build")
+        raise UserError("training.device is cuda but torch sees no GPU: use training.device=cpu, or install the CUDA build")
     if not count:
         return torch.device("cpu")
     if local_process_rank >= count:
-        raise ValueError(
+        raise UserError(
             f"{local_process_rank + 1} or more processes share {count} GPUs: launch one per GPU, or set training.device=cpu"
         )
     torch.cuda.set_device(local_process_rank)

@@ -15,6 +15,7 @@ from comera_rec.training.checkpoint import Checkpoint, checkpoint_at, latest_che
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model
 from comera_rec.training.state import load_model_
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
 
 CHECKPOINTS = "checkpoints"
@@ -35,26 +36,26 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes
     """
     training, data = config.training, config.data
     if Path(config.output).exists() and not Path(config.output).is_dir():
-        raise ValueError(f"output is {config.output}, which is a file: give a folder")
+        raise UserError(f"output is {config.output}, which is a file: give a folder")
     _require_run_folder(Path(config.output))
     if config.ranks and config.tables.format != "tt" and config.linears.format != "tt":
-        raise ValueError("[ranks] adapts TT ranks, and neither tables nor linear layers have any: add ranks=none, or use format tt")
+        raise UserError("[ranks] adapts TT ranks, and neither tables nor linear layers have any: add ranks=none, or use format tt")
     if config.tables.format == "off" and not schema.dense:
-        raise ValueError(f"tables.format is off and {data.path} has no numbers, so nothing is left to learn from: use tt or dense")
+        raise UserError(f"tables.format is off and {data.path} has no numbers, so nothing is left to learn from: use tt or dense")
     if training.eval_every and not manifest.splits["val"].rows:
-        raise ValueError(
+        raise UserError(
             f"training.eval_every is {training.eval_every} but {data.path} has no validation rows: "
             "preprocess with a larger --val-fraction, or set training.eval_every=0"
         )
     if training.task_weights and len(training.task_weights) != len(schema.labels):
-        raise ValueError(
+        raise UserError(
             f"training.task_weights has {len(training.task_weights)} numbers and {data.path} the labels "
             f"{', '.join(schema.labels)}: give one for each"
         )
     parts = processes.size * training.accumulation
     if data.batch_size % parts:
         in_parts = f" in {training.accumulation} parts each" if training.accumulation > 1 else ""
-        raise ValueError(
+        raise UserError(
             f"data.batch_size is {data.batch_size}, which {processes.size} processes can't share "
             f"equally{in_parts}: give a multiple of {parts}"
         )
@@ -69,7 +70,7 @@ def _require_run_folder(folder: Path) -> None:
     except (OSError, ValueError, AttributeError):
         is_run = False
     if not is_run:
-        raise ValueError(f"{folder} holds {', '.join(present)} of something else than a run: choose another output")
+        raise UserError(f"{folder} holds {', '.join(present)} of something else than a run: choose another output")
 
 
 def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:
@@ -79,13 +80,13 @@ def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, reco
         present = {key: value for key, value in present.items() if not key.startswith("training.")}
     differing = [key for key in present if present[key] != recorded[key]]
     if differing:
-        raise ValueError(
+        raise UserError(
             f"{config.output} holds another run: its config differs in {', '.join(differing)}; "
             "choose another output, or remove the folder to start anew"
         )
     columns = Schema.from_dict(record["schema"]).differences(schema)
     if columns or record["data"] != fingerprint(manifest):
-        raise ValueError(
+        raise UserError(
             f"{config.output} was trained on other data than {config.data.path} holds"
             + (f" (they differ in {', '.join(columns)})" if columns else "")
             + ": give the same data set, or choose another output"
@@ -101,14 +102,14 @@ def open_run(folder: str | Path, *, last: bool = False) -> Checkpoint:
     checkpoints = Path(folder) / CHECKPOINTS
     path = latest_checkpoint(checkpoints)
     if path is None:
-        raise ValueError(f"{folder} holds no checkpoint: give a run's folder, as written by `comera train`")
+        raise UserError(f"{folder} holds no checkpoint: give a run's folder, as written by `comera train`")
     checkpoint = open_checkpoint(path)
     step = checkpoint.record["best"]["step"]
     if last or step in (None, checkpoint.record["step"]) or not checkpoint.record["config"]["training"]["keep_best"]:
         return checkpoint
     best = checkpoint_at(checkpoints, step)
     if best is None:
-        raise ValueError(f"{folder} no longer holds the checkpoint of its best step, {step}: take the last one (--last)")
+        raise UserError(f"{folder} no longer holds the checkpoint of its best step, {step}: take the last one (--last)")
     return open_checkpoint(best)
 
 
@@ -125,7 +126,7 @@ def load_run(folder: str | Path, *, last: bool = False) -> tuple[nn.Module, RunC
         return load_model_(build_model(config, schema), opened).eval(), config, schema
     except (LookupError, TypeError, AttributeError, ValidationError, RuntimeError, MemoryError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{folder} holds a checkpoint whose model can't be made ({reason}): give another run") from error
+        raise UserError(f"{folder} holds a checkpoint whose model can't be made ({reason}): give another run") from error
 
 
 def fingerprint(manifest: Manifest) -> str:

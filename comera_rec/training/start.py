@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from comera_rec.convert.start import start_from_vectors_, starting_rows
 from comera_rec.nn import TTTable, named_tt_modules
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest, check_file
 
 
@@ -33,7 +34,7 @@ class StartingVectors:
         self._folder = folder
         self._columns = {column.name: column for column in manifest.categorical_columns if column.vectors}
         if not self._columns:
-            raise ValueError(
+            raise UserError(
                 f"tables.start is 'vectors', but {folder} has none: preprocess with --order similarity, or set tables.start=random"
             )
 

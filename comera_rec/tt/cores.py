@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.tt.shape import TTShape
+from data_pipeline.errors import UserError
 
 
 def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float) -> None:
@@ -100,5 +101,5 @@ def tt_to_dense(cores: Sequence[Tensor], shape: TTShape) -> Tensor:
     """
     core_shapes = [tuple(core.shape) for core in cores]
     if core_shapes != list(shape.core_shapes):
-        raise ValueError(f"cores have shapes {core_shapes} but the TTShape states {list(shape.core_shapes)}: make the two agree")
+        raise UserError(f"cores have shapes {core_shapes} but the TTShape states {list(shape.core_shapes)}: make the two agree")
     return contract(cores).reshape(shape.num_rows, shape.num_cols)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+from data_pipeline.errors import UserError
+
 MAX_ORDER = 8
 
 
@@ -49,10 +51,10 @@ def require_positive(**sizes: int) -> None:
     """Raise ValueError naming the first keyword whose value is not a positive integer."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}: give a positive integer")
+            raise UserError(f"{name} is {value!r}: give a positive integer")
 
 
 def require_order(order: int) -> None:
     """Raise ValueError unless a TT matrix can have `order` cores."""
     if isinstance(order, bool) or not isinstance(order, int) or not 1 <= order <= MAX_ORDER:
-        raise ValueError(f"order is {order!r}: give an integer from 1 to {MAX_ORDER}")
+        raise UserError(f"order is {order!r}: give an integer from 1 to {MAX_ORDER}")

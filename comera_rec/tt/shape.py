@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from comera_rec.tt.modes import factorize, require_order, require_positive
+from data_pipeline.errors import UserError
 
 Modes = tuple[tuple[int, ...], tuple[int, ...]]
 """Row modes and column modes."""
@@ -48,7 +49,7 @@ class TTShape:
         row_shape, col_shape = tuple(row_shape), tuple(col_shape)
         require_order(len(row_shape))
         if len(col_shape) != len(row_shape):
-            raise ValueError(
+            raise UserError(
                 f"col_shape {col_shape} has {len(col_shape)} modes but row_shape {row_shape} has {len(row_shape)}: match them"
             )
         for k, (m, n) in enumerate(zip(row_shape, col_shape, strict=True)):
@@ -58,9 +59,9 @@ class TTShape:
             ranks = tuple(min(ranks, limit) for limit in max_ranks(row_shape, col_shape))
         ranks = tuple(ranks)
         if len(ranks) != len(row_shape) - 1:
-            raise ValueError(f"ranks {ranks} has {len(ranks)} entries: {len(row_shape)} modes need {len(row_shape) - 1}")
+            raise UserError(f"ranks {ranks} has {len(ranks)} entries: {len(row_shape)} modes need {len(row_shape) - 1}")
         if any(isinstance(r, bool) or not isinstance(r, int) or r < 0 for r in ranks):
-            raise ValueError(f"ranks {ranks} must be non-negative integers")
+            raise UserError(f"ranks {ranks} must be non-negative integers")
         if 0 in ranks:
             ranks = (0,) * len(ranks)
         object.__setattr__(self, "row_shape", row_shape)
@@ -109,7 +110,7 @@ class TTShape:
     def require_covers(self, num_rows: int, num_cols: int) -> None:
         """Raise ValueError unless a matrix of num_rows x num_cols fits into the modes."""
         if num_rows > self.num_rows or num_cols > self.num_cols:
-            raise ValueError(f"shape spans {self.num_rows} x {self.num_cols}, less than {num_rows} x {num_cols}: enlarge its modes")
+            raise UserError(f"shape spans {self.num_rows} x {self.num_cols}, less than {num_rows} x {num_cols}: enlarge its modes")
 
     def with_ranks(self, ranks: int | Sequence[int]) -> TTShape:
         """Return the same modes at other ranks."""
@@ -145,7 +146,7 @@ class TTShape:
         require_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         modes = {d: (factorize(num_embeddings, d), factorize(embedding_dim, d)) for d in (2, 3, 4)}
         if order is not None and order not in modes:
-            raise ValueError(f"order is {order!r}: embedding tables take 2, 3 or 4 cores")
+            raise UserError(f"order is {order!r}: embedding tables take 2, 3 or 4 cores")
         name = f"a {num_embeddings} x {embedding_dim} table"
         return _chosen(modes, tt_ranks, order, budget_params, default_order=2, name=name)
 
@@ -179,7 +180,7 @@ class TTShape:
             # Ascending output modes mirror the descending input modes: the smallest modes meet at the middle bond.
             modes[2 * half] = factorize(in_features, half) + ones, ones + factorize(out_features, half)[::-1]
         if order is not None and order not in modes:
-            raise ValueError(f"order is {order!r}: linear layers take 2, 4, 6 or 8 cores, half of them for the input")
+            raise UserError(f"order is {order!r}: linear layers take 2, 4, 6 or 8 cores, half of them for the input")
         name = f"a {in_features} x {out_features} linear layer"
         return _chosen(modes, tt_ranks, order, budget_params, default_order=4, name=name)
 
@@ -202,7 +203,7 @@ def _chosen(
     """Return the shape of the given order or size; `modes` by rising order."""
     if budget_params is not None:
         if tt_ranks is not None:
-            raise ValueError(f"tt_ranks {tt_ranks} and budget_params {budget_params} are both given: give one of them")
+            raise UserError(f"tt_ranks {tt_ranks} and budget_params {budget_params} are both given: give one of them")
         require_positive(budget_params=budget_params)
         return _within_budget([modes[order]] if order else list(modes.values()), budget_params, name)
     tt_ranks = 16 if tt_ranks is None else tt_ranks
@@ -213,7 +214,7 @@ def _chosen(
         require_positive(**{f"tt_ranks[{k}]": rank})
     order = order or len(tt_ranks) + 1
     if order not in modes:
-        raise ValueError(f"tt_ranks {tuple(tt_ranks)} would need {order} cores: give one rank per bond, or one integer for all")
+        raise UserError(f"tt_ranks {tuple(tt_ranks)} would need {order} cores: give one rank per bond, or one integer for all")
     return TTShape(*modes[order], tt_ranks)
 
 
@@ -223,7 +224,7 @@ def _within_budget(modes: Sequence[Modes], budget_params: int, name: str) -> TTS
     shapes = [TTShape(*each, rank) for each, rank in zip(modes, ranks, strict=True) if rank]
     if not shapes:
         least = min(TTShape(*each, 1).num_params for each in modes)
-        raise ValueError(f"budget_params is {budget_params}: {name} takes at least {least} parameters, at rank 1")
+        raise UserError(f"budget_params is {budget_params}: {name} takes at least {least} parameters, at rank 1")
     enough = (s for s in shapes if max(s.ranks) >= min(8, max(max_ranks(s.row_shape, s.col_shape))))
     return next(enough, max(shapes, key=lambda shape: max(shape.ranks)))
 

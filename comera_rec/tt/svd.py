@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera_rec.tt.shape import TTShape
+from data_pipeline.errors import UserError
 
 _EXACT_LIMIT = 1024  # an unfolding whose short side is longer than this is decomposed by randomized SVD
 _WHOLE_LIMIT = 1 << 24  # a matrix of more entries than this is read in blocks, never copied
@@ -61,11 +62,11 @@ def tt_svd_spectra(
         ValueError: as `tt_svd`.
     """
     if weight.dim() != 2 or weight.shape[0] > shape.num_rows or weight.shape[1] > shape.num_cols:
-        raise ValueError(
+        raise UserError(
             f"weight of shape {tuple(weight.shape)} does not fit modes of {shape.num_rows} x {shape.num_cols}: enlarge them"
         )
     if not rtol >= 0:
-        raise ValueError(f"rtol is {rtol}: give a non-negative number")
+        raise UserError(f"rtol is {rtol}: give a non-negative number")
     weight = weight.detach()
     scale = None if importance is None else _scale_of_digits(importance, shape).to(weight.device)
     unfolding = _Unfolding(weight, shape, scale)

@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
     def call(command: click.Command, *arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stopped:
-            run_command(command, "example", list(arguments), folder=Path(classify_text.__file__).parent)
+            run_command(command, "example", list(arguments))
         said = capsys.readouterr()
         assert isinstance(stopped.value.code, int)
         return stopped.value.code, said.out, said.err

@@ -17,6 +17,7 @@ from torch import Tensor
 from comera_rec.ops.bags import cpu, gpu, reference
 from comera_rec.ops.bags.table import HotBlock, Table
 from comera_rec.ops.plan import LookupPlan, PairPlan
+from data_pipeline.errors import UserError
 
 MODES = ("sum", "mean", "max")
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
@@ -63,11 +64,11 @@ def tt_bags(
         NotImplementedError: for weights in a mode other than "sum", as in torch.
     """
     if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
+        raise UserError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
     if per_sample_weights is not None and mode != "sum":
         raise NotImplementedError(f"per_sample_weights need mode 'sum', not {mode!r}: drop them or change the mode")
     if per_sample_weights is not None and per_sample_weights.shape != (plan.num_ids,):
-        raise ValueError(f"there are {per_sample_weights.shape[0]} per_sample_weights for {plan.num_ids} ids: give one for each")
+        raise UserError(f"there are {per_sample_weights.shape[0]} per_sample_weights for {plan.num_ids} ids: give one for each")
     unpacked = [Table(*table) for table in tables]
     first, order = unpacked[0].cores[0], len(unpacked[0].cores)
     impl = resolve_bags_impl(impl, first.device, first.dtype, order)
@@ -78,7 +79,7 @@ def tt_bags(
         _require_ascending(offsets, plan)
     if impl != "triton":
         if isinstance(plan, PairPlan):
-            raise ValueError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
+            raise UserError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
         if impl == "reference":
             return reference.pool(unpacked, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
     pool: Any = gpu.pool if impl == "triton" else cpu.pool
@@ -106,24 +107,22 @@ def resolve_bags_impl(impl: str, device: torch.device, dtype: torch.dtype, order
     if impl == "auto":
         return "triton" if has_triton and device.type == "cuda" and dtype != torch.float64 else "reference"
     if impl == "cpu" and not on_cpu:
-        raise ValueError(f"impl is 'cpu', but the tensors are on {device}: choose 'auto' or 'triton'")
+        raise UserError(f"impl is 'cpu', but the tensors are on {device}: choose 'auto' or 'triton'")
     if impl == "cpu" and (dtype not in cpu.DTYPES or order == 1):
-        raise ValueError(
-            f"impl is 'cpu', which takes two to four cores of float32, bfloat16 or float16, not {dtype}: choose 'auto'"
-        )
+        raise UserError(f"impl is 'cpu', which takes two to four cores of float32, bfloat16 or float16, not {dtype}: choose 'auto'")
     if impl == "triton" and dtype == torch.float64:
-        raise ValueError("impl is 'triton', which computes in float32: give float64 to 'reference'")
+        raise UserError("impl is 'triton', which computes in float32: give float64 to 'reference'")
     if impl == "triton" and not has_triton:
-        raise ValueError("impl is 'triton', but triton is not installed: install it (pip install triton) or choose 'auto'")
+        raise UserError("impl is 'triton', but triton is not installed: install it (pip install triton) or choose 'auto'")
     if impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("impl is 'triton', which needs a GPU, but the tensors are on cpu: move them there or choose 'auto'")
+        raise UserError("impl is 'triton', which needs a GPU, but the tensors are on cpu: move them there or choose 'auto'")
     return impl
 
 
 def require_bags_impl(impl: str) -> None:
     """Raise ValueError unless `impl` is "auto" or names an implementation."""
     if impl not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"impl is {impl!r}: choose 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+        raise UserError(f"impl is {impl!r}: choose 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
 
 
 def check_ids(ids: Tensor, num_rows: int | Tensor, table: str) -> None:
@@ -135,7 +134,7 @@ def check_ids(ids: Tensor, num_rows: int | Tensor, table: str) -> None:
         ValueError: naming the table, the id and the limit, if an id is outside [0, num_rows); for a type other than int32 or int64.
     """
     if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"ids of {table} are {ids.dtype}: give int32 or int64")
+        raise UserError(f"ids of {table} are {ids.dtype}: give int32 or int64")
     if torch.compiler.is_compiling() or not ids.numel() or ids.is_meta:
         return
     if ids.device.type != "cpu" or type(ids) is not Tensor:
@@ -144,7 +143,7 @@ def check_ids(ids: Tensor, num_rows: int | Tensor, table: str) -> None:
     first, last = (int(extreme) for extreme in ids.aminmax())
     if first < 0 or last >= num_rows:
         id_ = first if first < 0 else last
-        raise ValueError(f"id {id_} is out of range for {table}: its ids run from 0 to {num_rows - 1}; check the data's vocabulary")
+        raise UserError(f"id {id_} is out of range for {table}: its ids run from 0 to {num_rows - 1}; check the data's vocabulary")
 
 
 def _require_ascending(offsets: Tensor, plan: LookupPlan | PairPlan) -> None:
@@ -152,4 +151,4 @@ def _require_ascending(offsets: Tensor, plan: LookupPlan | PairPlan) -> None:
     if offsets.device.type != "cpu" or torch.compiler.is_compiling() or type(offsets) is not Tensor:
         return
     if not len(offsets) or int(offsets[0]) or bool((offsets.diff() < 0).any()) or int(offsets[-1]) > count:
-        raise ValueError(f"offsets must ascend from 0 to at most {count}, the number of ids")
+        raise UserError(f"offsets must ascend from 0 to at most {count}, the number of ids")

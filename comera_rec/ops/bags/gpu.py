@@ -20,6 +20,7 @@ from comera_rec.ops.bags.updates import ROW_WISE, Updates, find_updates, update_
 from comera_rec.ops.plan import LookupPlan
 from comera_rec.ops.plan.pairs import PairPlan, pair_up, plan_hot_rows
 from comera_rec.tt import slice_major_together
+from data_pipeline.errors import UserError
 
 
 def pool(
@@ -41,7 +42,7 @@ def pool(
         bags = pool_pairs(lefts, rights, diagonals, plan, *how, update=update)
     else:
         if update and torch.is_grad_enabled() and any(update_kind(core) is ROW_WISE for table in tables for core in table.cores):
-            raise ValueError("RowWiseAdagrad in backward on a GPU needs tables of order 2: use Adagrad, or order=2")
+            raise UserError("RowWiseAdagrad in backward on a GPU needs tables of order 2: use Adagrad, or order=2")
         left, right = reference.make_halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
         p, q = plan.rows.long()[:, plan.inverse.long()]
         pairs = pair_up(p, q, (left.shape[0], right.shape[0]))
@@ -92,9 +93,9 @@ def pool_pairs(
     """
     counts = tuple(sum(core.shape[1] for core in cores) for cores in (lefts, rights))
     if counts != tuple(plan.counts):
-        raise ValueError(f"the plan is for tables of {plan.counts} slices, these have {counts}: make it for these tables")
+        raise UserError(f"the plan is for tables of {plan.counts} slices, these have {counts}: make it for these tables")
     if lefts[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"the cores are {lefts[0].dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
+        raise UserError(f"the cores are {lefts[0].dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
     cores, updates = _laid_out([*lefts, *rights]), None
     if update and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         updates = find_updates(cores, diagonals)
@@ -217,7 +218,7 @@ class _UpdatingPool(torch.autograd.Function):
         grad = grad.contiguous()
         rules = updates.gpu_rules()
         if rules is None:
-            raise ValueError("the settings of the optimizers in backward have changed since forward: change them between steps")
+            raise UserError("the settings of the optimizers in backward have changed since forward: change them between steps")
         kind, states = updates.begin_gpu_step()
         weight_gradients: Tensor | None = None
         diagonal_gradients: list[Tensor | None] = [None] * len(diagonals)

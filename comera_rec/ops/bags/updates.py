@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from data_pipeline.errors import UserError
+
 
 @dataclass(frozen=True, eq=False)
 class Kind:
@@ -141,7 +143,7 @@ class Updates:
         if is_known and are_equal and not any(group.get("lr_decay") for group in self._groups):
             return dict(core_rules.pop()), dict(diagonal_rules.pop() if diagonal_rules else ())
         if self._kind is ROW_WISE:
-            raise ValueError(
+            raise UserError(
                 "RowWiseAdagrad in backward on a GPU needs the same settings for all cores that are looked up together, and no "
                 "lr_decay: set it up so, or use Adagrad"
             )
@@ -201,7 +203,7 @@ def _state(kind: Kind, parameter: Tensor, state: dict[str, Any], group: dict[str
     elif existing is None:
         state[name] = torch.full_like(parameter, initial, memory_format=torch.preserve_format, requires_grad=False)
     elif existing.shape != parameter.shape:
-        raise ValueError(
+        raise UserError(
             f"{name!r} of a core's optimizer has shape {tuple(existing.shape)} where the core has {tuple(parameter.shape)}: "
             "load the optimizer's state dict of these TT ranks too, or build the optimizer after the model is loaded"
         )
@@ -265,7 +267,7 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
         optimizers = [optimizer for optimizer in (*core_optimizers, *diagonal_optimizers) if optimizer is not None]
         return Updates(cores, diagonals if diagonal_optimizers else None, optimizers, kind)
     if ROW_WISE in kinds:
-        raise ValueError(
+        raise UserError(
             "RowWiseAdagrad in backward must be given to all cores of the tables that are looked up together, or to none"
         )
     return None

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data_pipeline.errors import UserError
+
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 """Formats of the operands and of upstream gradients: three bits of mantissa, or two and more range."""
 
@@ -68,10 +70,10 @@ def require_float8(device: torch.device) -> None:
     """Raise ValueError unless `float8_matmul` runs on the device."""
     rocm = device.type == "cuda" and torch.version.hip  # some of its GPUs have other float8 formats
     if device.type not in ("cpu", "cuda", "meta") or rocm or not hasattr(torch, "_scaled_mm"):
-        raise ValueError(f"float8 products don't run on {device.type} with torch {torch.__version__}: use bfloat16")
+        raise UserError(f"float8 products don't run on {device.type} with torch {torch.__version__}: use bfloat16")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         actual = ".".join(map(str, capability))
-        raise ValueError(f"float8 products need a GPU of compute capability 8.9 or later, and {device} has {actual}: use bfloat16")
+        raise UserError(f"float8 products need a GPU of compute capability 8.9 or later, and {device} has {actual}: use bfloat16")
 
 
 class _Float8Matmul(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch import Tensor
 from comera_rec.ops.native import ops
 from comera_rec.ops.plan import reference
 from comera_rec.ops.plan.pairs import PairPlan, plan_pairs
+from data_pipeline.errors import UserError
 
 
 class LookupPlan(NamedTuple):
@@ -77,7 +78,7 @@ def plan_lookup(
     num_embeddings = [math.prod(shape) for shape in row_shapes] if num_embeddings is None else list(num_embeddings)
     for t, table in enumerate(ids):
         if table.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"ids[{t}] has dtype {table.dtype}: give int32 or int64")
+            raise UserError(f"ids[{t}] has dtype {table.dtype}: give int32 or int64")
     if impl == "triton" and order == 2:
         return plan_pairs([table.flatten() for table in ids], row_shapes, num_embeddings)
     if order > 1 and impl in ("auto", "cpu") and ids[0].device.type in ("cpu", "meta"):

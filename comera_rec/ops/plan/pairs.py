@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.plan.reference import first_keys, on_device
+from data_pipeline.errors import UserError
 
 MOST_IDS = 1 << 29
 """Kernels number ids and parts in 32 bits."""
@@ -150,7 +151,7 @@ def pair_up(p: Tensor, q: Tensor, counts: tuple[int, int]) -> PairPlan:
 
 def _require_few(num_ids: int) -> None:
     if num_ids >= MOST_IDS:
-        raise ValueError(f"a lookup on a GPU takes fewer than {MOST_IDS:,} ids, not {num_ids:,}: split the batch")
+        raise UserError(f"a lookup on a GPU takes fewer than {MOST_IDS:,} ids, not {num_ids:,}: split the batch")
 
 
 def sort_keys(keys: Tensor) -> tuple[Tensor, Tensor]:

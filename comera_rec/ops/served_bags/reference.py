@@ -10,6 +10,7 @@ from torch import Tensor
 from comera_rec.ops.served_bags.served_table import ServedTable
 from comera_rec.ops.served_bags.storage import unpack
 from comera_rec.tt import row_digits
+from data_pipeline.errors import UserError
 
 
 def served_bags(storage: Tensor, layout: Tensor, slabs: Tensor, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
@@ -22,7 +23,7 @@ def served_bags(storage: Tensor, layout: Tensor, slabs: Tensor, lead: Tensor, va
         first += len(ids)
         invalid = ids[(ids < 0) | (ids >= table.rows)]
         if len(invalid):
-            raise ValueError(f"id {int(invalid[0])} is out of range for feature {f}: its ids run from 0 to {table.rows - 1}")
+            raise UserError(f"id {int(invalid[0])} is out of range for feature {f}: its ids run from 0 to {table.rows - 1}")
         bags = torch.repeat_interleave(torch.arange(batch), bag_lengths)
         pooled = torch.zeros(batch, columns).index_add(0, bags, rows_of(table, ids))
         features.append(pooled / bag_lengths.clamp(min=1)[:, None] if table.mean else pooled)

@@ -37,6 +37,7 @@ from comera_rec.ops import check_ids
 from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
 from comera_rec.recsys.sharding.fused_optimizer import FusedTTOptimizer, is_fused, new_optimizers
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, DataParallel, Part, Placement, RowShard, RowWise, TableWise
+from data_pipeline.errors import UserError
 
 _KERNELS = {  # the one of `TTShardingPlanner`, and those that TorchRec's generators of plans enter by default
     EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value,
@@ -164,7 +165,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         if features.variable_stride_per_key() and not self._is_pooled:
             features = pad_vbe_kjt_lengths(features)
         if features.variable_stride_per_key():
-            raise ValueError("sharded TT tables take one batch size for all features: give inputs without inverse indices")
+            raise UserError("sharded TT tables take one batch size for all features: give inputs without inverse indices")
         require_keys(features, self._tables)
         keys = features.keys()
         awaitables: list[Any] = []
@@ -275,14 +276,14 @@ register_pytree_node(_Bags, lambda bags: ([bags.wait()], None), lambda pooled, _
 def _require_possible(table: str, sharding: ParameterSharding, world_size: int) -> None:
     """Raise ValueError if a TT table can't be sharded as a plan says."""
     if sharding.sharding_type not in SHARDING_TYPES:
-        raise ValueError(
+        raise UserError(
             f"table {table!r}: TT tables don't support sharding type {sharding.sharding_type!r}: choose one "
             f"of {', '.join(SHARDING_TYPES)}"
         )
     if sharding.compute_kernel not in _KERNELS:
-        raise ValueError(f"table {table!r}: TT tables have no compute kernel {sharding.compute_kernel!r}: leave compute_kernel out")
+        raise UserError(f"table {table!r}: TT tables have no compute kernel {sharding.compute_kernel!r}: leave compute_kernel out")
     if sharding.sharding_type == ShardingType.TABLE_WISE.value and not 0 <= _owner(sharding) < world_size:
-        raise ValueError(
+        raise UserError(
             f"table {table!r}: the plan gives it to process {_owner(sharding)}, but there are {world_size}: choose one "
             f"from 0 to {world_size - 1}"
         )

@@ -13,6 +13,7 @@ from torchrec.optim.fused import FusedOptimizer
 
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.ops.bags.updates import init_state_, kind_of, register_update, step_
+from data_pipeline.errors import UserError
 
 OptimizerBuilders = Mapping[str, Callable[[nn.Parameter], Optimizer]]
 """By the name of a table's parameter: what builds its optimizer for a shard of the parameter."""
@@ -85,7 +86,7 @@ def _builder(table: str, parameter: nn.Parameter) -> Callable[[nn.Parameter], Op
     old: list[Optimizer] = parameter._in_backward_optimizers  # type: ignore[attr-defined]
     kinds: list[type[Optimizer]] = parameter._optimizer_classes  # type: ignore[attr-defined]
     if len(old) != 1:
-        raise ValueError(f"{table} has {len(old)} optimizers in backward for a parameter: apply one")
+        raise UserError(f"{table} has {len(old)} optimizers in backward for a parameter: apply one")
     kind = _PLACEHOLDERS.get(kinds[0], kinds[0])
     # TorchRec, which shards the dense tables of the same call, puts the kind of its kernel among its settings.
     settings = {key: value for key, value in parameter._optimizer_kwargs[0].items() if key != "optimizer"}  # type: ignore[attr-defined]
@@ -101,7 +102,7 @@ def _builder(table: str, parameter: nn.Parameter) -> Callable[[nn.Parameter], Op
     except (NotImplementedError, TypeError, AttributeError):  # a setting of FBGEMM's alone, or a placeholder
         is_known = False
     if not is_known:
-        raise ValueError(
+        raise UserError(
             f"{table} has {kinds[0].__name__} with {settings} in backward, which sharded TT tables don't support: apply SGD "
             "without momentum, Adagrad, RowWiseAdagrad, Adam or AdamW without amsgrad, or give tables to an optimizer when sharded"
         )

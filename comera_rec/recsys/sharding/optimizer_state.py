@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from comera_rec.rank import unwrapped
 from comera_rec.recsys.sharding.collection import divided_like, padded_to
 from comera_rec.recsys.sharding.fused_optimizer import is_fused
+from data_pipeline.errors import UserError
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -37,7 +38,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
         value, whole = state[key], weights[name]
         if isinstance(whole, DTensor) and isinstance(value, Tensor) and value.numel() > 1:
             if value.shape != parameter.shape:
-                raise ValueError(
+                raise UserError(
                     f"{key!r} of {name!r} has shape {tuple(value.shape)}, which can't be divided as the core is: use an optimizer "
                     "whose state has the parameter's shape"
                 )
@@ -60,7 +61,7 @@ def load_optimizer_state_(model: nn.Module, optimizer: Optimizer, state: Mapping
     """
     for name, key, parameter, target in _entries(model, optimizer):
         if f"{name}/{key}" not in state:
-            raise ValueError(f"the state lacks {key!r} of {name!r}: give what optimizer_state returns for this model and optimizer")
+            raise UserError(f"the state lacks {key!r} of {name!r}: give what optimizer_state returns for this model and optimizer")
         value = state[f"{name}/{key}"]
         target[key] = padded_to(value, parameter.shape) if isinstance(value, DTensor) else value
 

@@ -36,6 +36,7 @@ from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
 from comera_rec.recsys.sharding.fused_optimizer import OptimizerBuilders, apply_optimizers_, is_fused
 from comera_rec.tt import TTShape
+from data_pipeline.errors import UserError
 
 SHARDING_TYPES = (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
 
@@ -283,7 +284,7 @@ class RowShard(TTEmbeddingBag):
         process_rank, world_size = group.rank(), group.size()
         digits = digits_per_process(bag.shape.row_shape, world_size)
         if not digits:
-            raise ValueError(
+            raise UserError(
                 f"table {bag.name!r} can't be divided row-wise among {world_size} processes: its leading core has {first} slices; "
                 "shard it data_parallel or table_wise, or give it a shape with a larger leading mode"
             )

@@ -33,6 +33,7 @@ from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, digits_per_process
 from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder, require_no_managed_collisions
 from comera_rec.tt import TTShape
+from data_pipeline.errors import UserError
 
 _FLOPS = {"cpu": 5e7, "cuda": 1e10}  # per ms, for products as small as these; an order of magnitude is enough to compare plans
 _ITEM = 4  # bytes of a float32, the type of bags and of a lookup's workspace whatever the table's type
@@ -74,7 +75,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         **others: Any,
     ) -> None:
         if optimizer_states < 0:
-            raise ValueError(f"optimizer_states is {optimizer_states}: give 2 for Adam, 1 for Adagrad, 0 for SGD")
+            raise UserError(f"optimizer_states is {optimizer_states}: give 2 for Adam, 1 for Adagrad, 0 for SGD")
         others.setdefault("storage_reservation", FixedPercentageStorageReservation(0.15))
         quick = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
         others.setdefault("proposer", [GridSearchProposer(_MAX_PROPOSALS), *quick])

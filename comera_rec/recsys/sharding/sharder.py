@@ -12,6 +12,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharde
 
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
+from data_pipeline.errors import UserError
 
 
 class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
@@ -53,7 +54,7 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         require_no_managed_collisions(module_fqn or "")
         missing = [config.name for config in module.embedding_bag_configs() if config.name not in params]
         if missing:
-            raise ValueError(f"the sharding plan has no entry for table {missing[0]!r}: make it with TTShardingPlanner")
+            raise UserError(f"the sharding plan has no entry for table {missing[0]!r}: make it with TTShardingPlanner")
         device = device or torch.device("cpu")
         return ShardedTTEmbeddingBagCollection(module, params, env, self.dense_sharder_of(module), device, module_fqn)
 
@@ -76,7 +77,7 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Raise ValueError: only planners call this, and TorchRec's would take a TT table for the dense one."""
-        raise ValueError("TorchRec's planner can't estimate TT tables: make the plan with TTShardingPlanner, and give it as plan=")
+        raise UserError("TorchRec's planner can't estimate TT tables: make the plan with TTShardingPlanner, and give it as plan=")
 
     @property
     def module_type(self) -> type[TTEmbeddingBagCollection]:
@@ -88,7 +89,7 @@ def require_no_managed_collisions(path: str) -> None:
     parts = path.split(".")
     if "_embedding_module" in parts:
         around = ".".join(parts[: parts.index("_embedding_module")])
-        raise ValueError(
+        raise UserError(
             f"{around or 'the model'} is a managed collision module, which TorchRec shards only over its own collections: keep its "
             "tables dense"
         )
