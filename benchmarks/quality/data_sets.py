@@ -22,7 +22,6 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +156,6 @@ class ImplicitFeedback(DataSet):
         self.val, self.test = (self._with_negatives(torch.from_numpy(split), self._known, generator) for split in (val, test))
 
     @classmethod
-    @lru_cache(4)
     def read(cls, path: Path, order: Order = "frequency", seed: int = 0) -> ImplicitFeedback:
         """Read a folder with train.txt and test.txt, or a file of interactions; see the module's docstring.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -50,6 +50,9 @@ VARIED = {*LOGS} - {"synth"}
 """Variants of the logs, at one size only, which have a table of their own."""
 
 
+_feedback = lru_cache(4)(ImplicitFeedback.read)
+
+
 def tasks(settings: Settings) -> list[Task]:
     """The tasks: synthetic logs always, implicit feedback if `--data` names it."""
     selected, wanted, order = [], settings.only.get("data"), _order(settings)
@@ -64,7 +67,7 @@ def tasks(settings: Settings) -> list[Task]:
             # The first rate was the worst for every method at 10x and 50x.
             selected = [Task(data=Synth(name, 1_000_000, 1.0, order), dim=16, batch=2048, steps=390, rates=RATES[1:])]
     if settings.data and wanted not in LOGS:
-        feedback = ImplicitFeedback.read(settings.data, order)
+        feedback = _feedback(settings.data, order)
         epoch = 2 * int(feedback.counts[0].sum()) // 2048
         selected.append(
             Task(
@@ -106,7 +109,7 @@ def _chosen(settings: Settings, name: str, choices: Sequence[str]) -> str:
 
 def _measured(task: Task, dtype: str, path: Path | None, shapes: dict[str, Any], seed: int) -> Trained | None:
     if path and isinstance(task.data, ImplicitFeedback) and "order" in shapes:
-        task = replace(task, data=ImplicitFeedback.read(path, shapes["order"], seed))  # orders are drawn anew, too
+        task = replace(task, data=_feedback(path, shapes["order"], seed))  # orders are drawn anew, too
     try:
         counted = train(task, shapes["method"], shapes["compression"], shapes["lr"], seed, dtype)
     except DoesNotFit:

@@ -16,7 +16,7 @@ from comera_rec.ops.served_bags.storage import least_type, quantize, row_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 METHODS = (
-    "dense", "TT + rows", "TT fixed", "hashing", "two hashes", "CAFE", "QR", "QR in parts", "low rank", "mixed dim",
+    "TT + rows", "TT fixed", "hashing", "two hashes", "CAFE", "QR", "QR in parts", "low rank", "mixed dim",
     "neighbors", "prefixes", "group and place",
 )  # fmt: skip
 """Methods that predict from the parameters that they train, all of which have rows."""

@@ -33,7 +33,7 @@ BOUNDS = {
     "sum slices": Bounds(120, 1024, 0.5),
     "sum parts": Bounds(96, 1024),
     "sum parts of groups": Bounds(72, 4096),
-    "finish slices": Bounds(96, 1024),
+    "finish slices": Bounds(96, 2048),
     "finish diagonals": Bounds(136, 1024),
 }
 OF_STEPS = [

@@ -25,6 +25,7 @@ from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.storage import round_, round_stochastically_
 from benchmarks.quality.summary import quality_table, table
 from benchmarks.quality.tables import Digits, DoesNotFit
+from comera_rec.convert.start import starting_rows
 
 COUNTS = torch.arange(1500, 0, -1)
 
@@ -59,7 +60,7 @@ def test_methods_stay_within_the_budget(method: str, compression: int, task: Tas
     try:
         embeddings = Embeddings(task.data.counts, 8, method, compression)
     except DoesNotFit:
-        assert (method, compression) in (("low rank", 10), ("low rank", 50), ("QR", 50))
+        assert (method, compression) in (("low rank", 10), ("low rank", 50), ("QR", 50), ("group and place", 50))
         return
     assert embeddings.budget == 2700 * 8 // compression
     assert sum(embeddings.num_bytes()) <= 4 * embeddings.budget
@@ -68,6 +69,22 @@ def test_methods_stay_within_the_budget(method: str, compression: int, task: Tas
     rows.square().sum().backward()
     assert all(p.grad is not None for p in embeddings.tables[0].parameters() if p.numel() > 8)
     assert len(embeddings.large) == sum(len(count) >= MIN_ROWS for count in task.data.counts) == 2
+
+
+@pytest.mark.parametrize("method", ["dense", "TT", "low rank", "mixed dim", "neighbors", "prefixes", "group and place", "hashing"])
+def test_every_method_starts_close_to_the_vectors(method: str, task: Task) -> None:
+    embeddings = Embeddings(task.data.counts, 8, method, 4)
+    vectors = [torch.randn(len(count) // 50 + 1, 8).repeat_interleave(50, dim=0)[: len(count)] for count in task.data.counts]
+
+    @torch.no_grad()
+    def error() -> float:
+        ids = torch.cat([task.data.test.ids, task.data.val.ids])
+        rows = torch.stack([starting_rows(of, len(of), 8)[ids[:, f]] for f, of in enumerate(vectors)], dim=1)
+        return float((embeddings(ids) - rows[:, embeddings.columns]).square().mean())
+
+    before = error()
+    embeddings.start_(vectors, task.data.counts)
+    assert error() < (0.9 if method == "hashing" else 0.6) * before
 
 
 @pytest.mark.parametrize("method", ["TT adaptive", "TT + rows adaptive", "TT SVD", "pruning", "PEP"])

@@ -120,7 +120,8 @@ def test_scores_have_a_column_for_each_label(folder: Path, tmp_path: Path, capsy
     evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
     scores = pq.read_table(tmp_path / "scores.parquet")
     assert scores.column_names == ["row", "score_click", "score_buy", "click", "buy"]
-    metadata = ServingModel(tmp_path / "model.pt2").metadata
+    metadata = ServingModel(tmp_path / "model.pt2").metadata.run
+    assert metadata is not None
     assert metadata.labels == ("click", "buy")
     assert metadata.ne == pytest.approx(evaluated["ne"], rel=1e-6)
     batch = next(iter(ParquetBatches(folder / "data", "test", batch_size=ROWS)))

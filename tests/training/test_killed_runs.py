@@ -1,6 +1,6 @@
 """A run killed again and again at random moments equals an unbroken one, bit by bit, and SIGTERM costs no step.
 
-    KILLS=20 python -m pytest tests/training/test_kills.py        # kills per case
+    KILLS=20 python -m pytest tests/training/test_killed_runs.py        # kills per case
 
 Moments are drawn over start, steps, evaluations and checkpoints. A killed run is restarted until it finishes.
 """
