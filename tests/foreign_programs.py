@@ -145,11 +145,10 @@ class Bert4Rec(Program):
 class DeepFm(Program):
     """TorchRec's DeepFM, which takes its inputs apart from the labels."""
 
-    is_sharded = False  # at these sizes few of its units are active, so tables may rest for a step
-
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.deepfm = SimpleDeepFMNN(3, collection(device, *SIZES), hidden_layer_size=8, deep_fm_dimension=4)
+        names = ("user", "item", "place")  # without the dense table: sharded, TorchRec updates it by SGD unless told otherwise
+        self.deepfm = SimpleDeepFMNN(3, collection(device, *names), hidden_layer_size=32, deep_fm_dimension=32)
 
     def score(self, batch: Batch) -> Tensor:
         return self.deepfm(batch.dense_features, batch.sparse_features).squeeze(1)
