@@ -33,7 +33,7 @@ BOUNDS = {
     "sum slices": Bounds(120, 1024, 0.5),
     "sum parts": Bounds(96, 1024),
     "sum parts of groups": Bounds(72, 4096),
-    "finish slices": Bounds(96, 2048),
+    "finish slices": Bounds(96, 1024),
     "finish diagonals": Bounds(136, 1024),
 }
 OF_STEPS = [
@@ -58,7 +58,7 @@ def test_kernels_stay_within_their_bounds(step: dict) -> None:
         compiled, bounds = compile_launch(launch, tensors, architecture), BOUNDS[name]
         assert compiled.spilled == 0, name
         assert compiled.registers <= bounds.registers, name
-        assert compiled.shared <= bounds.shared, name
+        assert compiled.shared <= bounds.shared * (2 if "hot_rows" in step else 1), name  # blocks have wider rows
         if bounds.inner and not {"dtype", "hot_rows"} & step.keys():
             assert compiled.loops, name
             assert all(loop.multiply_adds >= bounds.inner * loop.instructions for loop in compiled.loops), (name, compiled.loops)
