@@ -152,10 +152,12 @@ def train(output: Path, data: Path, size: Size, compression: int, form: Form, lr
         form.key: lr, "ranks.early_steps": size.early, "ranks.late_steps": size.late, "ranks.target_compression": compression,
     }  # fmt: skip
     overrides = [f"{key}={value}" for key, value in settings.items()] + list(form.overrides)
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "comera_rec.train", "--config", str(CONFIG), *overrides],
-        cwd=FOLDER.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True,
+        cwd=FOLDER.parent, capture_output=True, text=True,
     )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"training failed:\n{done.stderr}")
     result: dict[str, Any] = json.loads((output / "result.json").read_text())
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     names = ("ne", "auc", "logloss", "params", "bytes", "dense_bytes", "step_ms", "first_step_ms", "peak_mib")

@@ -50,7 +50,7 @@ def steps(device: str, quick: bool) -> list[Step]:
     files = [*TEST_FILES, *(TORCHREC_TEST_FILES if not missing(TORCHREC) else ())]
     # Warnings of package versions that the project doesn't pin are not failures here. Without a GPU, tests are only collected.
     tests = [*python, "pytest", "-W", "default", "-p", "no:cacheprovider", "-m", "gpu", *([] if on_gpu else ["--collect-only"])]
-    how = ["--device", device, "--no-memory", *(["--quick", "--seconds", "0"] if quick else ["--seconds", "1"])]
+    how = ["--device", device, *(["--quick", "--seconds", "0", "--no-memory"] if quick else ["--seconds", "1"])]
 
     def benchmark(name: str, only: str = "") -> list[str]:
         return [*python, "benchmarks.run", name, *how, *(["--only", only] if only and not quick else [])]

@@ -122,7 +122,7 @@ def measure_case(op: str, case: Sizes, build: Build, settings: Settings) -> list
         if settings.memory and memory_is_measurable(settings.device):
             for name, call in calls.items():
                 call(0)
-                memory[name] = peak_extra_memory(partial(call, 0), able[name].release)
+                memory[name] = peak_extra_memory(partial(call, 0), able[name].release, device=settings.device)
         samples = alternate(calls, settings.plan, synchronize=synchronize) if calls else {}
         for unit, measured in (("ms", samples), ("MiB", memory)):
             rows += case_rows(op, case, settings, pass_, unit, measured, counted, workload.baselines)

@@ -1,4 +1,4 @@
-"""Peak memory, native allocations included: what a call adds, and what a process has taken."""
+"""Peak memory: what a call adds, and what a process has taken. On CPUs native allocations are included, on GPUs only torch's."""
 
 from __future__ import annotations
 
@@ -8,25 +8,38 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from comera_rec.training.memory import return_freed_memory
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def memory_is_measurable(device: str) -> bool:
-    """Whether the peak can be reset and read here: on CPUs, under Linux."""
-    return device == "cpu" and os.access(_CLEAR_REFS, os.W_OK)
+    """Whether the peak can be reset and read here: on GPUs, and under Linux on CPUs."""
+    return device != "cpu" or os.access(_CLEAR_REFS, os.W_OK)
 
 
-def peak_extra_memory(call: Callable[[], object], release: Callable[[], object] = lambda: None, *, repeats: int = 2) -> list[float]:
-    """Measure by how many MiB a call raises the peak of this process's resident memory above what was resident just before.
+def peak_extra_memory(
+    call: Callable[[], object], release: Callable[[], object] = lambda: None, *, repeats: int = 2, device: str = "cpu"
+) -> list[float]:
+    """Measure by how many MiB a call raises the peak of this process's resident memory, or of a GPU's, above what was taken before.
 
     Args:
         call: what to measure. It has run before, so that optimizer state and compiled kernels don't count.
         release: frees what a call leaves behind; called before each measurement.
         repeats: how often the call is measured.
+        device: whose memory.
     """
     peaks = []
+    if device != "cpu":
+        for _ in range(repeats):
+            release()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            call()
+            peaks.append((torch.cuda.max_memory_allocated(device) - before) / 2**20)
+        return peaks
     for _ in range(repeats):
         release()
         gc.collect()

@@ -141,7 +141,7 @@ class FbgemmProvider:
             optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             learning_rate=lr,
             eps=eps,
-            preallocated_host_buffers=None if on_gpu else {"weights": storage},
+            **({} if on_gpu else {"preallocated_host_buffers": {"weights": storage}}),
         )
         if on_gpu:
             self._bags.weights_dev.data = storage

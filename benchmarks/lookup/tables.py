@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,8 +58,10 @@ MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP = "nn.EmbeddingBag sparse", "FBGEMM", "TTM no dedup", "TTM row dedup"
 OURS, UPDATED = "TTEmbeddingBagCollection", "TTEmbeddingBagCollection, updated in backward"
-TT, GRAPH = "TT tables", "TT tables, CUDA graph"
-ON_CPU, ON_GPU = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED), (DENSE, FBGEMM, TT, GRAPH)
+TT = "TT tables"
+STEPS = {f"TT tables, {name}{how}": (name, bool(how)) for name in ("row-wise Adagrad", "Adagrad") for how in ("", ", CUDA graph")}
+"""Steps on a GPU -> the optimizer that updates cores in backward, and whether the step is a graph."""
+ON_CPU, ON_GPU = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED), (DENSE, FBGEMM, TT, *STEPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,9 @@ def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
         small = partial(sized, rows=(300_000, 100_000, 20_000), dim=32, batch=2048)
         return [small(), small(order=3, zipf=0), small(order=4, bag=4)]
     if device != "cpu":
-        return [*(sized(dim=dim, batch=batch) for dim in (64, 128) for batch in (16_384, 65_536)), sized(order=3, batch=16_384)]
+        order_3 = replace(sized(order=3, batch=16_384), providers=tuple(name for name in ON_GPU if "row-wise" not in name))
+        by_batch = [sized(dim=dim, batch=batch) for dim in (64, 128) for batch in (2048, 16_384, 65_536)]
+        return [*by_batch, *(sized(rank=rank, batch=16_384) for rank in (8, 32)), order_3]
     sizes = [(dim, batch, zipf) for dim in (64, 128) for batch in (10_000, 20_000, 40_000) for zipf in (ZIPF, 0)]
     ranks = ((2, 8), (2, 16), (2, 32), (3, 16), (3, 32), (4, 16))
     grid = [
@@ -181,7 +185,8 @@ class LookupWorkload:
         if SplitTableBatchedEmbeddingBagsCodegen is None:
             reasons[FBGEMM] = "fbgemm-gpu is not installed"
         if KeyedJaggedTensor is None:
-            reasons |= dict.fromkeys((OURS, UPDATED), "torchrec is not installed")
+            row_wise = [name for name, (optimizer, _) in STEPS.items() if optimizer == "row-wise Adagrad"]
+            reasons |= dict.fromkeys((OURS, UPDATED, *row_wise), "torchrec is not installed")
         return {name: reason for name, reason in reasons.items() if name in case.providers}
 
     @property
@@ -194,8 +199,8 @@ class LookupWorkload:
             ROW_DEDUP: lambda: self._chained(dedup=True),
             OURS: lambda: self._ours(updated=False),
             UPDATED: lambda: self._ours(updated=True),
-            TT: lambda: self._without_torchrec(TorchProvider),
-            GRAPH: lambda: self._without_torchrec(GraphProvider),
+            TT: self._without_torchrec,
+            **{name: partial(self._updated, *how) for name, how in STEPS.items()},
         }
         return {name: factories[name] for name in self.case.providers if name not in self.left_out}
 
@@ -286,15 +291,26 @@ class LookupWorkload:
         ]
         if not updated:
             return TorchProvider(module, features, self.upstream, optimizer=optimizer, shown=shown)
-        update_in_backward_(module, optimizer)
-        return UpdatedProvider(module, features, self.upstream, optimizer=optimizer)
+        return UpdatedProvider(module, features, self.upstream, optimizer=optimizer, prefix="collection.tt_bags.")
 
-    def _without_torchrec(self, provider: type[TorchProvider]) -> TorchProvider:
+    def _without_torchrec(self) -> TorchProvider:
         module = copy.deepcopy(self.tt_tables)
-        inputs = [(batch.values, batch.all_offsets) for batch in self.batches]
-        # Adam runs in one kernel for all parameters, which a graph can hold; Adagrad has no such kernel on GPUs.
-        optimizer = torch.optim.Adam(module.parameters(), lr=LR, fused=True, capturable=self.upstream.is_cuda)
-        return provider(module, inputs, self.upstream, optimizer=optimizer, shown=partial(parameter_gradients, module.bags))
+        return TorchProvider(module, self._inputs, self.upstream, shown=partial(parameter_gradients, module.bags))
+
+    def _updated(self, name: str, is_graph: bool) -> TorchProvider:
+        module = copy.deepcopy(self.tt_tables)
+        if name == "Adagrad":
+            optimizer = torch.optim.Adagrad(module.parameters(), lr=LR, eps=EPS)
+        else:
+            from torchrec.optim import RowWiseAdagrad
+
+            optimizer = RowWiseAdagrad(module.parameters(), lr=LR, eps=EPS)
+        provider = GraphProvider if is_graph else UpdatedProvider
+        return provider(module, self._inputs, self.upstream, optimizer=optimizer, prefix="bags.")
+
+    @property
+    def _inputs(self) -> list[tuple[Tensor, Tensor]]:
+        return [(batch.values, batch.all_offsets) for batch in self.batches]
 
 
 class PooledValues(nn.Module):
@@ -310,7 +326,16 @@ class PooledValues(nn.Module):
 
 
 class UpdatedProvider(TorchProvider):
-    """Our tables with cores updated in backward, as FBGEMM's are; the optimizer's step only updates rank parameters."""
+    """Our tables with cores updated in backward, as FBGEMM's are; the optimizer's step updates what else there is.
+
+    Args:
+        prefix: of the tables' names in the module.
+    """
+
+    def __init__(self, module: nn.Module, batches: Any, upstream: Tensor, *, optimizer: torch.optim.Optimizer, prefix: str) -> None:
+        super().__init__(module, batches, upstream, optimizer=optimizer)
+        self._prefix = prefix
+        update_in_backward_(module, optimizer)
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
@@ -319,22 +344,29 @@ class UpdatedProvider(TorchProvider):
     def verify(self) -> dict[str, Tensor]:
         """Show as gradients what SGD with a learning rate of 1 subtracts from the parameters of a copy."""
         module = copy.deepcopy(self.module)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        update_in_backward_(module, optimizer)
         before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-        output = TorchProvider(module, self._batches, self._upstream, optimizer=optimizer)._step(0).detach()
-        tables = dict(module.named_parameters())
-        prefix = "collection.tt_bags."
-        changes = {f"gradient of {name.removeprefix(prefix)}": before[name] - tables[name].detach() for name in before}
-        return {"output": output, **changes}
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        provider = type(self)(module, self._batches, self._upstream, optimizer=optimizer, prefix=self._prefix)
+        output = provider.passes["step"](0)
+        assert isinstance(output, Tensor)
+        changes = {
+            f"gradient of {name.removeprefix(self._prefix)}": before[name] - table.detach()
+            for name, table in module.named_parameters()
+        }
+        return {"output": output.detach().clone(), **changes}
 
 
-class GraphProvider(TorchProvider):
-    """A step in a CUDA graph: a call copies its ids into the graph's input and replays it. Values are those of a replay."""
+class GraphProvider(UpdatedProvider):
+    """A step in a CUDA graph: a call copies its ids into the graph's input and replays it."""
 
-    def __init__(self, module: nn.Module, batches: Sequence[tuple[Any, ...]], upstream: Tensor, **options: Any) -> None:
-        super().__init__(module, [tuple(tensor.clone() for tensor in batches[0])], upstream, **options)
-        self._all, before, stream = batches, copy.deepcopy(module.state_dict()), torch.cuda.Stream()
+    def __init__(self, module: nn.Module, batches: Any, upstream: Tensor, **options: Any) -> None:
+        super().__init__(module, batches, upstream, **options)
+        self._input, before, stream = (
+            [tuple(tensor.clone() for tensor in batches[0])],
+            copy.deepcopy(module.state_dict()),
+            torch.cuda.Stream(),
+        )
+        self._batches = self._input
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -343,18 +375,15 @@ class GraphProvider(TorchProvider):
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._output = self._step(0)
+        self._batches = batches
         module.load_state_dict(before)
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
         return {"step": self._replay}
 
-    def verify(self) -> dict[str, Tensor]:
-        """Show the output and the gradients, which stay in the graph and are those of the weights before its update."""
-        return {"output": self._replay(0).clone(), **self._shown()}
-
     def _replay(self, turn: int) -> Tensor:
-        self._batches[0][0].copy_(self._all[turn % len(self._all)][0])
+        self._input[0][0].copy_(self._batches[turn % len(self._batches)][0])
         self._graph.replay()
         return self._output
 

@@ -93,7 +93,7 @@ class TaylorScores:
         if total is None and all(rank.grad is None for rank in ranks):
             return
         values = [rank.detach().double() * (0.0 if rank.grad is None else rank.grad.double()) for rank in ranks]
-        squares = torch.cat([torch.zeros(0, dtype=torch.float64), *(each.flatten() for each in values)]).square()
+        squares = (torch.cat([each.flatten() for each in values]) if values else torch.zeros(0, dtype=torch.float64)).square()
         sum_ = squares.sum() if total is None else total(squares)
         shares = torch.nan_to_num(squares / sum_, nan=0.0, posinf=0.0)
         mean = shares if self.mean is None else self.mean

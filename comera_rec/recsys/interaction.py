@@ -42,8 +42,12 @@ def stack_features(pooled: KeyedTensor, names: Sequence[str], width: int) -> Ten
 class PairwiseInteraction(InteractionArch):
     """TorchRec's interaction without copies of the features, and with half the work in backward."""
 
+    triu_indices: Tensor
+
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
         """[B, N] and [B, F - 1, N] -> [B, N + P]: see `comera_rec.ops.interact`."""
+        if self.triu_indices.device != dense_features.device:
+            self.triu_indices = self.triu_indices.to(dense_features.device)  # TorchRec keeps it on the CPU: a copy in every step
         interaction: Tensor = interact(dense_features, sparse_features, self.triu_indices)
         return interaction
 

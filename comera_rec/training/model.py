@@ -220,4 +220,5 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     groups = [group for group in groups if group["params"]]
     if config.name != "adagrad":
         return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name](groups, fused=True)
-    return torch.optim.Adagrad(groups, eps=1e-8, fused=True)
+    on_cpu = all(parameter.device.type == "cpu" for group in groups for parameter in group["params"])
+    return torch.optim.Adagrad(groups, eps=1e-8, fused=on_cpu or None)  # torch has no fused Adagrad for GPUs

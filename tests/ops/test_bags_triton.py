@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from comera_rec import TTEmbeddingBag
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import PairPlan, plan_lookup, tt_bags
+from comera_rec.ops.bags import kernel_calls
 from comera_rec.ops.bags.updates import register_update
 from comera_rec.ops.plan import pairs as pairs_module
 from comera_rec.ops.plan.pairs import plan_hot_rows
@@ -437,11 +438,12 @@ def test_a_plan_for_other_tables_is_refused(device: str) -> None:
 
 def test_cores_of_any_layout_start_where_they_did_last_time(device: str) -> None:
     # Kernels get starts as constants, which would grow in number and could not be captured.
-    tables = make_tables().to(device)
+    tables = make_tables()
     for table in tables:
         for core in table.cores():
             core.data = core.data.contiguous()
     check(tables, *draw(tables, LENGTHS["jagged"]), device)
+    tables.to(device)
     parts = [core for side in (0, 1) for table in tables for core in [table.cores()[side]]]
     starts = []
     for _ in range(3):
@@ -450,6 +452,20 @@ def test_cores_of_any_layout_start_where_they_did_last_time(device: str) -> None
         keep = [torch.empty_like(copy) for copy in copies]  # so that the next copies go elsewhere
     assert starts[0] == starts[1] == starts[2]
     assert keep
+
+
+def test_constants_stay_when_a_table_has_lost_all_ranks(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    # New constants can't be captured.
+    tables = make_tables(shapes=[TTShape((3, 2), (2, 3), (rank,)) for rank in (4, 0, 5)])
+    ids, offsets = draw(tables, [*LENGTHS["jagged"], 2])
+    seen: list[list[Any]] = []
+    for module in (kernel_calls, pairs_module):
+        monkeypatch.setattr(module, "on_device", lambda rows, device: (seen[-1].append(rows), torch.tensor(rows, device=device))[1])
+    keep = []
+    for _ in range(3):
+        seen.append([])
+        keep.append(differentiate(tables.to(device), None, ids, offsets, "triton"))  # so that the next results go elsewhere
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_unused_slices_between_used_ones_have_no_owner(device: str) -> None:
@@ -466,13 +482,13 @@ def test_more_ids_than_32_bits_hold_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_plan_of_a_gpu_is_refused_elsewhere(device: str) -> None:
-    tables = make_tables()
+    tables = make_tables().to(device)
     with pytest.raises(ValueError, match=r"impl is 'reference', but the plan is for GPUs: make it with plan_lookup\("):
         look_up(tables, *draw(tables, [1, 1]), "reference", plan_impl="triton")
 
 
 def test_float64_is_refused(device: str) -> None:
-    tables = make_tables().double()
+    tables = make_tables().double().to(device)
     ids, offsets = draw(tables, [1, 1])
     with pytest.raises(ValueError, match="which computes in float32: give float64 to 'reference'"):
         look_up(tables, ids, offsets, "triton")

@@ -171,9 +171,9 @@ class KernelCalls:
 
 
 def _starts(tensors: Sequence[Tensor]) -> list[int]:
-    """Return where each tensor starts, in elements from the start of the first."""
+    """Return where each tensor starts, in elements from the start of the first; 0 for empty tensors, which have no address."""
     first = _address(tensors[0])
-    return [(_address(tensor) - first) // tensor.element_size() for tensor in tensors]
+    return [(_address(tensor) - first) // tensor.element_size() if tensor.numel() else 0 for tensor in tensors]
 
 
 def _address(tensor: Tensor) -> int:

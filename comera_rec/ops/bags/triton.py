@@ -167,7 +167,8 @@ def _load_columns(pointers, column, mask, ALIGNED: tl.constexpr):
     """Load the numbers of pointers [A, LANES] plus columns [C]: [C, A, LANES].
 
     Columns are neighbors in memory, and a thread loads all of its lanes' at once. In three dimensions it would not: which threads
-    load what would then depend on the version of Triton. ALIGNED says that pointers are multiples of C numbers.
+    load what would then depend on the version of Triton. ALIGNED says that pointers are multiples of C numbers. The mask is
+    [C, A, LANES], or [1, A, LANES], which is as fast as none.
     """
     C: tl.constexpr = column.shape[0]
     A: tl.constexpr = pointers.shape[0]
@@ -176,29 +177,33 @@ def _load_columns(pointers, column, mask, ALIGNED: tl.constexpr):
     if ALIGNED:
         flat = tl.multiple_of(flat, C * (pointers.dtype.element_ty.primitive_bitwidth // 8))
     flat = flat[None, :] + column[:, None]
-    values = tl.load(flat) if mask is None else tl.load(flat, mask=tl.reshape(mask, [C, A * LANES]), other=0.0)
+    values = tl.load(flat) if mask is None else tl.load(flat, mask=tl.reshape(mask, [mask.shape[0], A * LANES]), other=0.0)
     return tl.reshape(values, [C, A, LANES])
 
 
 @triton.jit
 def _gradients(
     grad_ptr, target, real, first_x, y, SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, N: tl.constexpr,
-    TILE_X: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE_X: tl.constexpr, STEP_X: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Load the gradients [y, x] of targets: x along the slice that is summed, y along the other one."""
-    x = tl.arange(0, TILE_X)
+    """Load the gradients [y, x] of targets: x along the slice that is summed, y along the other one; 0 if not real."""
+    steps = STEP_X * tl.arange(0, TILE_X)
     pointers = (grad_ptr + target.to(tl.int64) * N)[None, :]
-    mask = real[None, None, :]
+    lanes = real[None, None, :]
     if not WHOLE:
-        x_of_lane = first_x[None, None, :] + x[None, :, None]
-        column = x_of_lane * Y + y[:, None, None] if SIDE == 0 else x_of_lane + y[:, None, None] * X
-        mask = mask & (x_of_lane < X) & (column < N)
+        x = first_x[None, None, :] + steps[None, :, None]
+        lanes = lanes & (x < X) & ((x * Y + y[:, None, None] if SIDE == 0 else x + y[:, None, None] * X) < N)
+    ROWS: tl.constexpr = 1 if WHOLE else y.shape[0]
     if SIDE == 0:
-        mask = tl.broadcast_to(mask, [y.shape[0], TILE_X, target.shape[0]])
-        return _load_columns(pointers + (first_x[None, :] + x[:, None]) * Y, y, mask, ALIGNED and N % 4 == 0 and Y % 4 == 0)
-    mask = tl.permute(tl.broadcast_to(mask, [y.shape[0], TILE_X, target.shape[0]]), [1, 0, 2])
+        mask = tl.broadcast_to(lanes, [ROWS, TILE_X, target.shape[0]])
+        pointers += (first_x[None, :] + steps[:, None]) * Y
+        return _load_columns(pointers, y, mask, ALIGNED and N % 4 == 0 and Y % 4 == 0)
     pointers += first_x[None, :] + (y * X)[:, None]
-    return tl.permute(_load_columns(pointers, x, mask, ALIGNED and N % 4 == 0 and X % 4 == 0), [1, 0, 2])
+    if WHOLE:
+        mask = tl.broadcast_to(lanes, [1, y.shape[0], target.shape[0]])
+    else:
+        mask = tl.permute(tl.broadcast_to(lanes, [ROWS, TILE_X, target.shape[0]]), [1, 0, 2])
+    return tl.permute(_load_columns(pointers, steps, mask, ALIGNED and N % 4 == 0 and X % 4 == 0), [1, 0, 2])
 
 
 @triton.jit
@@ -226,8 +231,10 @@ def _sum_side(
     TILES: tl.constexpr = min(DOWN * ACROSS, LANES)
     lane = tl.arange(0, LANES)
     tile = tl.program_id(1) * TILES + lane % TILES
-    k = ((tile // ACROSS) * 4)[None, :] + tl.arange(0, 4)[:, None]
-    first_x = (tile % ACROSS) * TILE_X
+    # Lanes that load together read neighboring rows, which share cache lines. Numbers along a row of gradients stay together.
+    STEP_X: tl.constexpr = ACROSS if SIDE == 0 else 1
+    k = (tile // ACROSS)[None, :] + DOWN * tl.arange(0, 4)[:, None]
+    first_x = tile % ACROSS if SIDE == 0 else (tile % ACROSS) * TILE_X
     WHOLE: tl.constexpr = (X == ACROSS * TILE_X) and (N == X * Y)
     SCALED: tl.constexpr = MODE == "mean" or WEIGHTED
     slices_ptr += SIDE * num_ids
@@ -272,7 +279,7 @@ def _sum_side(
             for column in tl.range(0, Y // 4, loop_unroll_factor=2):  # left to ptxas, unrolling would spill on sm_80
                 y = column * 4 + tl.arange(0, 4)
                 o0, o1, o2, o3 = _four(_load_columns(o_ptrs, y, None, ALIGNED and Y % 4 == 0).to(tl.float32))
-                g = _gradients(grad_ptr, target, real, first_x, y, SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED).to(tl.float32)
+                g = _gradients(grad_ptr, target, real, first_x, y, SIDE, X, Y, N, TILE_X, STEP_X, WHOLE, ALIGNED).to(tl.float32)
                 if SCALED:
                     g *= factor[None, None, :]
                 g0, g1, g2, g3 = _four(g)
@@ -282,7 +289,7 @@ def _sum_side(
                 total += o3[:, None, :] * g3[None, :, :]
             for column in tl.static_range(Y - Y % 4, Y):
                 y = column + tl.arange(0, 1)
-                g = _gradients(grad_ptr, target, real, first_x, y, SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED).to(tl.float32)
+                g = _gradients(grad_ptr, target, real, first_x, y, SIDE, X, Y, N, TILE_X, STEP_X, WHOLE, ALIGNED).to(tl.float32)
                 if SCALED:
                     g *= factor[None, None, :]
                 total += tl.load(o_ptrs + column).to(tl.float32)[:, None, :] * g
@@ -290,8 +297,9 @@ def _sum_side(
         # Groups of TILES lanes have taken one id after another; add up their sums.
         sums = tl.sum(tl.reshape(total, [4, TILE_X, LANES // TILES, TILES]), 2)
         of_sum = tl.program_id(1) * TILES + tl.arange(0, TILES)
-        sum_k = ((of_sum // ACROSS) * 4)[None, None, :] + tl.arange(0, 4)[:, None, None]
-        sum_x = ((of_sum % ACROSS) * TILE_X)[None, None, :] + tl.arange(0, TILE_X)[None, :, None]
+        sum_k = (of_sum // ACROSS)[None, None, :] + DOWN * tl.arange(0, 4)[:, None, None]
+        of_row = of_sum % ACROSS if SIDE == 0 else (of_sum % ACROSS) * TILE_X
+        sum_x = of_row[None, None, :] + STEP_X * tl.arange(0, TILE_X)[None, :, None]
         tl.store(parts_ptr + slot * (R * X) + (sum_k * X + sum_x), sums, mask=(sum_k < R) & (sum_x < X))
         first, before = last, segment
 
