@@ -12,9 +12,11 @@ from benchmarks.harness.text import short
 from benchmarks.harness.trainings import at_best_rate
 
 RESULTS = Path(__file__).parent / "results"
+H100 = "nvidia-h100-80gb-hbm3"
 XEON, EPYC = "cpu-2-intel-xeon-processor-avx512", "cpu-2-amd-epyc"
 EPYC_AVX2, EPYC_AVX512 = "cpu-2-amd-epyc-avx2", "cpu-2-amd-epyc-avx512"
 MACHINES = {
+    H100: "One NVIDIA H100",
     XEON: "2 cores of an Intel Xeon with AVX-512",
     EPYC: "2 cores of an AMD EPYC",
     EPYC_AVX2: "2 cores of an AMD EPYC with AVX2",
@@ -68,6 +70,27 @@ def lookup(machine: str) -> str:
         lines.append([*sizes, *(f"{row.p50:,.1f}" for row in ms.values()), *compared])
     header = ["TT tables", "smaller", *columns.values(), "of FBGEMM's", "extra memory, FBGEMM / ours"]
     return markdown(header, lines) + source(machine, "lookup")
+
+
+def lookup_on_gpu() -> str:
+    """The same step on a GPU, with updates in backward, eager and in a CUDA graph."""
+    eager, graph = "TT tables, row-wise Adagrad", "TT tables, row-wise Adagrad, CUDA graph"
+    columns = {
+        "FBGEMM": "FBGEMM, eager",
+        eager: "ours, eager",
+        graph: "ours, graph",
+        "TT tables, Adagrad, CUDA graph": "Adagrad, graph",
+    }
+    rows = select(committed(H100, "lookup"), pass_="step", order=2)
+    lines = []
+    for dim, rank, batch in dict.fromkeys((row.shapes["dim"], row.shapes["rank"], row.shapes["batch"]) for row in rows):
+        case = select(rows, dim=dim, rank=rank, batch=batch)
+        ms = {name: one(case, provider=name, unit="ms") for name in columns}
+        fbgemm, extra = (one(case, provider=name, unit="MiB").p50 for name in ("FBGEMM", eager))
+        sizes = [f"{dim}", f"{rank}", f"{batch:,}", f"{ms[eager].counted['compression']:,.0f}x"]
+        lines.append([*sizes, *(f"{row.p50:.2f}" for row in ms.values()), f"{fbgemm:.0f} / {extra:.0f} MiB"])
+    header = ["dim", "TT rank", "batch", "smaller", *columns.values(), "extra memory, FBGEMM / ours"]
+    return markdown(header, lines, left=0) + source(H100, "lookup", "lookup --device cuda --seconds 0.3")
 
 
 def linear() -> str:

@@ -16,10 +16,23 @@ from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan
 from benchmarks.lookup import tables as lookup
 from benchmarks.lookup.rivals import RowWiseAdagrad, shared_storage
-from benchmarks.lookup.tables import DENSE, FBGEMM, NO_DEDUP, ON_CPU, OURS, ROW_DEDUP, TT, UPDATED, LookupCase, LookupWorkload
+from benchmarks.lookup.tables import (
+    DENSE,
+    FBGEMM,
+    NO_DEDUP,
+    ON_CPU,
+    OURS,
+    ROW_DEDUP,
+    STEPS,
+    TT,
+    UPDATED,
+    LookupCase,
+    LookupWorkload,
+)
 
 FEW = Settings(plan=Plan(warmup=1, min_rounds=2, max_rounds=2), memory=False)
-SMALL = LookupCase(rows=(1009, 53), dim=8, order=3, rank=4, batch=16, bag=3, providers=(*ON_CPU, TT))
+EAGER = [name for name, (optimizer, is_graph) in STEPS.items() if optimizer == "Adagrad" and not is_graph]
+SMALL = LookupCase(rows=(1009, 53), dim=8, order=3, rank=4, batch=16, bag=3, providers=(*ON_CPU, TT, *EAGER))
 
 
 def measured(case: LookupCase) -> list[Row]:
@@ -30,7 +43,7 @@ def measured(case: LookupCase) -> list[Row]:
 @pytest.mark.parametrize("bag", [1, 3])
 def test_all_providers_agree(order: int, bag: int) -> None:
     rows = measured(replace(SMALL, order=order, bag=bag))
-    assert [row.provider for row in rows if row.pass_ == "step"] == [DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED, TT]
+    assert [row.provider for row in rows if row.pass_ == "step"] == [DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED, *EAGER]
     assert (FBGEMM, "forward+backward") not in {(row.provider, row.pass_) for row in rows}
 
 
@@ -92,7 +105,7 @@ def test_a_provider_too_large_for_memory_is_left_out_with_a_message(
 ) -> None:
     monkeypatch.setattr(lookup, "MOST_BYTES", 1000)
     monkeypatch.setattr(lookup, "MEMORY", 1000)
-    assert {row.provider for row in measured(SMALL)} == {ROW_DEDUP, OURS, UPDATED, TT}
+    assert {row.provider for row in measured(SMALL)} == {ROW_DEDUP, OURS, UPDATED, TT, *EAGER}
     printed = capsys.readouterr().out
     assert f"without {NO_DEDUP}: a step would take about " in printed
     assert f"without {FBGEMM}: the tables would take " in printed

@@ -197,13 +197,15 @@ def _gradients(
     if SIDE == 0:
         mask = tl.broadcast_to(lanes, [ROWS, TILE_X, target.shape[0]])
         pointers += (first_x[None, :] + steps[:, None]) * Y
-        return _load_columns(pointers, y, mask, ALIGNED and N % 4 == 0 and Y % 4 == 0)
-    pointers += first_x[None, :] + (y * X)[:, None]
-    if WHOLE:
-        mask = tl.broadcast_to(lanes, [1, y.shape[0], target.shape[0]])
+        g = _load_columns(pointers, y, mask, ALIGNED and N % 4 == 0 and Y % 4 == 0)
     else:
-        mask = tl.permute(tl.broadcast_to(lanes, [ROWS, TILE_X, target.shape[0]]), [1, 0, 2])
-    return tl.permute(_load_columns(pointers, steps, mask, ALIGNED and N % 4 == 0 and X % 4 == 0), [1, 0, 2])
+        if WHOLE:
+            mask = tl.broadcast_to(lanes, [1, y.shape[0], target.shape[0]])
+        else:
+            mask = tl.permute(tl.broadcast_to(lanes, [ROWS, TILE_X, target.shape[0]]), [1, 0, 2])
+        pointers += first_x[None, :] + (y * X)[:, None]
+        g = tl.permute(_load_columns(pointers, steps, mask, ALIGNED and N % 4 == 0 and X % 4 == 0), [1, 0, 2])
+    return g
 
 
 @triton.jit
