@@ -34,7 +34,7 @@ def fit_tables_(
 
     Args:
         tables: the tables to set; with a budget, four times their ranks and widths are tried, and at least 32 ranks.
-        weights: [M, N] each.
+        weights: [M, N] each, the rows of ids.
         budget_params: the most parameters that all tables together may take; None keeps the ranks and widths.
         importance: [M] each, weights of the rows' squared errors: how often a row is read, or the sum of squared gradients that
             Adagrad keeps (the empirical Fisher information; Hsu et al., Language Model Compression with Weighted Low-Rank
@@ -69,7 +69,8 @@ class _Fit:
     """
 
     def __init__(self, table: TTTable, weight: Tensor, importance: Tensor | None, *, chooses: bool) -> None:
-        self.table, self.weight, self.importance = table, weight.detach(), importance
+        self.table, self.weight = table, table.by_row(weight.detach())
+        self.importance = None if importance is None else table.by_row(importance)
         self.hot = self.weight[: table.num_hot_rows]
         self.spans = [slice(block.first, block.first + block.num_rows) for block in table.hot_blocks()]
         shape, blocks = table.shape, [block.shape for block in table.hot_blocks()]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from comera_rec.convert.budget import fit_tables_
+from comera_rec.convert.row_order import similar_rows
 from comera_rec.convert.table_compression import TableCompression
 from comera_rec.nn import (
     FilterFn,
@@ -44,6 +45,7 @@ def compress_(
     filter_fn: FilterFn | None = None,
     init: str = "random",
     importance: Mapping[str, Tensor] | None = None,
+    row_order: Mapping[str, Tensor] | Literal["similarity"] | None = None,
 ) -> nn.Module:
     """Replace a model's embedding tables by TT tables, and its linear layers by TT layers, in place.
 
@@ -79,6 +81,9 @@ def compress_(
             `compression`, ranks and widths of hot rows then go to the tables where they reduce the error most (`fit_tables_`).
         importance: for "tt_svd", [M] weights of the squared errors of tables' rows, by table name; see `row_importance`. Default:
             equal.
+        row_order: by table name, [M] the row that each id gets, such as the positions of `comera_rec.similarity_order`; tables
+            without one keep theirs. It is kept as an int32 buffer, which counts as part of the compression. "similarity", for
+            "tt_svd", makes similar rows of the weights neighbors, in the tables where the fit gains more than those bytes cost.
 
     Raises:
         ValueError: if `tables` is given and no table becomes a TT table, or `linears` and no layer; the message says why. Also for
@@ -110,9 +115,11 @@ def compress_(
         raise UserError(f"init is {init!r}: choose one of {', '.join(map(repr, _INITS))}")
     if importance is not None and (init == "random" or tables is None):
         raise UserError("importance is given: it needs tables and init='tt_svd'")
+    if row_order is not None and (tables is None or (isinstance(row_order, str) and (row_order, init) != ("similarity", "tt_svd"))):
+        raise UserError(f"row_order is {row_order!r}: it needs tables; give orders by table, or 'similarity' with init='tt_svd'")
     replacements: dict[nn.Module, nn.Module] = {}
     if tables is not None:
-        tt_tables, reasons = _compressed_tables(model, tables, filter_fn, init, importance)
+        tt_tables, reasons = _compressed_tables(model, tables, filter_fn, init, importance, row_order)
         if not tt_tables:
             raise _nothing_compressed("table", reasons, "lower min_rows, or leave tables out")
         replacements |= tt_tables
@@ -152,6 +159,7 @@ def _compressed_tables(
     filter_fn: FilterFn | None,
     init: str,
     importance: Mapping[str, Tensor] | None,
+    row_order: Mapping[str, Tensor] | str | None,
 ) -> tuple[dict[nn.Module, nn.Module], dict[str, str]]:
     """Make the TT modules that replace a model's collections and embedding layers.
 
@@ -162,7 +170,12 @@ def _compressed_tables(
     if tables:
         compression.require_tables([table.config.name for table in tables])
     shared, reasons = _reasons_to_stay_dense(model, tables), dict[str, str]()
-    configs = compression.table_configs([table.config for table in tables], dense=shared)
+    dense = {k for k, table in enumerate(tables) if k in shared or compression.reason_to_stay_dense(table.config)}
+    orders = _row_orders(row_order, [table for k, table in enumerate(tables) if k not in dense], compression, importance)
+    of_orders = sum(
+        4 * len(orders[name]) // table.layer.weight.element_size() for table in tables if (name := table.config.name) in orders
+    )
+    configs = compression.table_configs([table.config for table in tables], dense=shared, others=of_orders)
     for k, config in enumerate(configs):
         reason = shared.get(k) or compression.reason_to_stay_dense(tables[k].config)
         if reason:
@@ -178,9 +191,49 @@ def _compressed_tables(
         if any(config.is_tt for config in inside):
             make = _collection if isinstance(module, _COLLECTIONS) else _layer
             replacements[module] = make(module, inside, replaced)
+    for name, table, _ in replaced:
+        if name in orders:
+            table.set_row_order_(orders[name])
     if init == "tt_svd":
         _set_values_(replaced, compression, importance)
     return replacements, reasons
+
+
+def _row_orders(
+    row_order: Mapping[str, Tensor] | str | None,
+    tables: Sequence[_Table],
+    compression: TableCompression,
+    importance: Mapping[str, Tensor] | None,
+) -> Mapping[str, Tensor]:
+    """Return the row orders of the tables that become TT tables, by name."""
+    if row_order is None:
+        return {}
+    if not isinstance(row_order, str):
+        if unknown := row_order.keys() - {table.config.name for table in tables}:
+            raise UserError(f"row_order names {min(unknown)!r}, which is no table that is compressed: leave it out")
+        return row_order
+    orders = {}
+    for table in tables:
+        weight, config = table.layer.weight.detach(), table.config
+        _require_finite(weight, config.name)
+        weights = _row_weights(importance, config.name, len(weight))
+        order = similar_rows(weight, weights)
+        of_order = 4 * len(weight) // weight.element_size()
+        errors = []
+        for numbers, rows in ((0, None), (of_order, order)):
+            try:
+                [sized] = compression.table_configs([config], others=numbers)
+            except UserError:  # out of reach
+                errors.append(math.inf)
+                continue
+            fitted = TTEmbeddingBag(*weight.shape, shape=sized.tt_shape(), hot_rows=sized.hot_rows, row_order=rows).to(weight)
+            budget = None if compression.compression is None else sum(parameter.numel() for parameter in fitted.parameters())
+            fit_tables_([fitted], [weight], budget, [weights])
+            squares = (fitted.dense_matrix().detach() - weight).double().square().sum(1)
+            errors.append(float(squares.sum() if weights is None else squares @ weights.double()))
+        if errors[1] < errors[0]:
+            orders[config.name] = order
+    return orders
 
 
 def _tables(model: nn.Module, filter_fn: FilterFn | None) -> Iterator[_Table]:

@@ -34,7 +34,7 @@ class LayerSize:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionReport:
-    """Sizes of all layers of a model; parameters count, buffers don't."""
+    """Sizes of all layers of a model; parameters count, and of buffers the row orders of TT tables."""
 
     layers: tuple[LayerSize, ...]
 
@@ -98,10 +98,12 @@ def _measure(name: str, module: nn.Module) -> LayerSize:
     )  # fmt: skip
     if not isinstance(module, TTModule):
         return layer
+    order = getattr(module, "row_order", None)
     shape, saved = module.shape, module.dense_params - module.shape.num_params  # a bias stays the same
     return replace(
         layer, shape=(module.num_rows, module.num_cols), format="tt", row_shape=shape.row_shape, col_shape=shape.col_shape,
-        ranks=shape.ranks, dense_params=params + saved, dense_bytes=size + saved * module.core_0.element_size(),
+        ranks=shape.ranks, bytes=size + (0 if order is None else order.nbytes),
+        dense_params=params + saved, dense_bytes=size + saved * module.core_0.element_size(),
     )  # fmt: skip
 
 

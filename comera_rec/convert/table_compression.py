@@ -62,18 +62,19 @@ class TableCompression:
         if unknown := [name for name in self.dense_tables if name not in names]:
             raise UserError(f"dense_tables names {unknown[0]!r}, which is no table: choose from {', '.join(map(repr, names))}")
 
-    def table_configs(self, tables: Sequence[Any], *, dense: Collection[int] = ()) -> list[Any]:
+    def table_configs(self, tables: Sequence[Any], *, dense: Collection[int] = (), others: int = 0) -> list[Any]:
         """Return the configs of tables with the shapes that this config gives them.
 
         Args:
             tables: TorchRec's configs of the tables that share a budget.
             dense: positions of further tables that stay dense.
+            others: numbers besides the tables' parameters that the budget has to pay for.
 
         Raises:
             ValueError: if not even rank 1 reaches the compression.
         """
         large, total, small = self._large_tables(tables, dense)
-        budget = total / self.compression - small if self.compression is not None and large else None
+        budget = total / self.compression - small - others if self.compression is not None and large else None
         shares = AUTO_SHARES if self.hot_rows == "auto" and budget is not None else (self._least_share,)
         for share in shares:
             hot, shapes = self._sizes([tables[k] for k in large], budget, share)

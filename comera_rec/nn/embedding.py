@@ -96,12 +96,12 @@ class TTEmbedding(TTTable):
             half = left_M1N1r.mT.reshape(m1 * rank, n1) @ x_TN1N2
             scores = half.view(tokens, m1, rank * n2) @ right_rM2N2.mT.reshape(rank * n2, m2)
         scores = scores.reshape(*input.shape[:-1], m1 * m2)[..., : self.num_embeddings]
-        if not self.num_hot_rows:
-            return scores
-        hot_scores = [
-            (input @ block.core_1[:, 0, :, 0].mT * block.rank_1[:, 0]) @ block.core_0[0, :, 0].mT for block in self.hot_blocks()
-        ]
-        return scores + F.pad(torch.cat(hot_scores, dim=-1), (0, self.num_embeddings - self.num_hot_rows))
+        if self.num_hot_rows:
+            hot_scores = [
+                (input @ block.core_1[:, 0, :, 0].mT * block.rank_1[:, 0]) @ block.core_0[0, :, 0].mT for block in self.hot_blocks()
+            ]
+            scores = scores + F.pad(torch.cat(hot_scores, dim=-1), (0, self.num_embeddings - self.num_hot_rows))
+        return scores if self.lookup_order is None else scores[..., self.lookup_order]
 
     def to_dense(self) -> nn.Embedding:
         """Return a `torch.nn.Embedding` with the same rows, frozen if this table is."""

@@ -31,7 +31,7 @@ class TTEmbeddingBag(TTTable):
         embedding_dim: columns N.
         shape: modes and ranks; default `TTShape.for_table(num_embeddings, embedding_dim, tt_ranks=tt_ranks)`.
         tt_ranks: one rank for all bonds, or one for each; default 16. Give at most one of `shape` and `tt_ranks`.
-        hot_rows: blocks (rows, width) of the most frequent ids, see `TTTable`.
+        hot_rows, row_order: blocks (rows, width) of the most frequent ids, and the row of each id, see `TTTable`.
         mode: "sum", "mean" or "max".
         include_last_offset: offsets end with the number of ids, as in `nn.EmbeddingBag`.
         impl: implementation of the products, see `comera_rec.ops.tt_bags`.
@@ -57,6 +57,7 @@ class TTEmbeddingBag(TTTable):
         shape: TTShape | None = None,
         tt_ranks: int | Sequence[int] | None = None,
         hot_rows: Sequence[tuple[int, int]] = (),
+        row_order: Tensor | None = None,
         mode: str = "sum",
         include_last_offset: bool = False,
         impl: str = "auto",
@@ -73,6 +74,7 @@ class TTEmbeddingBag(TTTable):
             shape=shape,
             tt_ranks=tt_ranks,
             hot_rows=hot_rows,
+            row_order=row_order,
             impl=impl,
             std=std,
             name=name,

@@ -26,13 +26,17 @@ class TTTable(TTModule):
 
     Args:
         hot_rows: blocks (rows, width) of ids from 0 on, for ids that are ordered by frequency; see `HotRows`.
+        row_order: [M] integers, a permutation: id i has row row_order[i] of the cores and of hot rows, kept as an int32 buffer. For
+            ids that can't be numbered anew such that similar ones are neighbors; see `comera_rec.similarity_order`.
         num_embeddings, embedding_dim, others: see `TTEmbeddingBag`.
 
     Raises:
-        ValueError: for sizes, ranks or widths below 1, a shape too small for the table, or more hot rows than rows.
+        ValueError: for sizes, ranks or widths below 1, a shape too small for the table, more hot rows than rows, or a row order
+            that isn't a permutation of the table's rows.
     """
 
     hot_rows: nn.ModuleList
+    row_order: Tensor | None
     _KEPT: tuple[str, ...] = ()
     """Options that the table has in common with the dense module that it replaces."""
 
@@ -44,6 +48,7 @@ class TTTable(TTModule):
         shape: TTShape | None = None,
         tt_ranks: int | Sequence[int] | None = None,
         hot_rows: Sequence[tuple[int, int]] = (),
+        row_order: Tensor | None = None,
         impl: str = "auto",
         std: float = 1.0,
         name: str = "the table",
@@ -61,6 +66,35 @@ class TTTable(TTModule):
         self.reset_parameters()
         for rows, width in hot_rows:
             self.hot_rows.append(HotRows(self.num_hot_rows, rows, embedding_dim, width, std=std, device=device, dtype=dtype))
+        self.register_buffer("row_order", None)
+        if row_order is not None:
+            self.set_row_order_(row_order)
+
+    def set_row_order_(self, row_order: Tensor) -> None:
+        """Set `row_order`, see the class; the table's values stay where they are, so ids get other rows."""
+        rows = self.num_embeddings
+        if self.core_0.is_meta:
+            raise UserError(f"{self.name} is on the meta device, which keeps no row order: set it after values are allocated")
+        if (
+            row_order.shape != (rows,)
+            or row_order.is_floating_point()
+            or not row_order.sort().values.equal(torch.arange(rows, dtype=row_order.dtype, device=row_order.device))
+        ):
+            raise UserError(
+                f"the row order of {self.name} has shape {tuple(row_order.shape)}: give each of the numbers 0 to {rows - 1} once"
+            )
+        self.row_order = row_order.to(self.core_0.device, torch.int32)
+
+    @property
+    def lookup_order(self) -> Tensor | None:
+        """The order that lookups, of ids as they are given to this table, follow; None if ids are rows."""
+        return self.row_order
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        stored = state_dict.get(f"{prefix}row_order")
+        if stored is not None and self.row_order is None and stored.shape == (self.num_embeddings,):
+            self.row_order = torch.empty_like(stored, device=self.core_0.device)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def reset_parameters(self) -> None:
         """Redraw the cores with `std`, and set hot rows to zero."""
@@ -92,10 +126,20 @@ class TTTable(TTModule):
         return torch.cat([self.core_0.new_empty(0, self.num_cols), *(rows.dense_matrix() for rows in self.hot_blocks())])
 
     def dense_matrix(self) -> Tensor:
-        """Return the matrix that the table represents, [num_rows, num_cols]; differentiable."""
+        """Return the rows of all ids, [num_rows, num_cols]; differentiable."""
         matrix = super().dense_matrix()
         hot = self.hot_matrix()[self.first_row : self.first_row + self.num_rows]
-        return matrix + F.pad(hot, (0, 0, 0, self.num_rows - len(hot))) if len(hot) else matrix
+        if len(hot):
+            matrix = matrix + F.pad(hot, (0, 0, 0, self.num_rows - len(hot)))
+        return matrix if self.lookup_order is None else matrix[self.lookup_order]
+
+    def set_dense_matrix_(self, matrix: Tensor, *, rtol: float = 0.0) -> None:
+        """Set the cores to the TT-SVD of the rows of all ids [num_rows, num_cols]; see `TTModule`."""
+        super().set_dense_matrix_(self.by_row(matrix), rtol=rtol)
+
+    def by_row(self, values: Tensor) -> Tensor:
+        """Return values of ids [M, ...] in the order of their rows."""
+        return values if self.lookup_order is None else values[self.lookup_order.argsort().to(values.device)]
 
     @property
     def first_row(self) -> int:
@@ -224,6 +268,13 @@ def plan_tables(
         ValueError: as `TTTable.plan`.
     """
     shapes, rows = [table.shape.row_shape for table in tables], [table.num_embeddings for table in tables]
+    if any(table.lookup_order is not None for table in tables):
+        if ids[0][0].device.type == "cpu" and type(ids[0][0]) is Tensor:
+            _check_ids(ids, tables, names)
+        ids = [
+            features if (order := table.lookup_order) is None else [order[feature.long()].to(feature.dtype) for feature in features]
+            for features, table in zip(ids, tables, strict=True)
+        ]
     joined = [features[0] if len(features) == 1 else torch.cat(list(features)) for features in ids]
     plan_impl = resolve_bags_impl(impl, tables[0].core_0.device, tables[0].core_0.dtype, len(shapes[0]))
     if plan_impl == "cpu":

@@ -189,8 +189,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def _what_plans_depend_on(self) -> Hashable:
         """Return what distinguishes this collection's plans for a batch from those of another collection."""
         return tuple(
-            (config.name, *config.feature_names, config.num_embeddings, self.tt_bag(config.name).shape.row_shape)
+            (config.name, *config.feature_names, config.num_embeddings, table.shape.row_shape, id(table.row_order))
             for config in self._tt_configs
+            for table in [self.tt_bag(config.name)]
         )
 
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:

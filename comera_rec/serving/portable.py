@@ -26,6 +26,8 @@ class ServedTables(nn.Module):
     limits: Tensor
     means: Tensor
     is_unused: Tensor
+    row_orders: Tensor | None
+    order_starts: Tensor
 
     def __init__(self, tables: Sequence[ServedTable | None]) -> None:
         super().__init__()
@@ -34,6 +36,12 @@ class ServedTables(nn.Module):
         self.register_buffer("limits", torch.tensor([table.rows if table else 1 for table in tables]))
         self.register_buffer("means", torch.tensor([bool(table and table.mean) for table in tables]))
         self.register_buffer("is_unused", torch.tensor([table is None for table in tables]))
+        orders = {t: table.row_order for t, table in enumerate(tables) if table and table.row_order is not None}
+        starts, start = torch.full((len(tables),), -1), 0
+        for t, order in orders.items():
+            starts[t], start = start, start + len(order)
+        self.register_buffer("row_orders", torch.cat(list(orders.values())) if orders else None)
+        self.register_buffer("order_starts", starts)
 
     def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
         """Pool bags: values [V] int64 and lengths [F * B] int64, feature by feature, and weights [V] -> [B, F, N].
@@ -65,8 +73,15 @@ class ServedTables(nn.Module):
         return torch.searchsorted(ends, torch.arange(values.shape[0]), right=True).clamp(max=self.features - 1)
 
     def used(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Replace the values that aren't looked up by 0."""
-        return torch.where(self.is_unused[self.feature_of(values, lengths)], 0, values) if self.any_unused else values
+        """Replace the values that aren't looked up by 0, and ids by rows where they differ."""
+        if self.any_unused:
+            values = torch.where(self.is_unused[self.feature_of(values, lengths)], 0, values)
+        if self.row_orders is None:
+            return values
+        feature = self.feature_of(values, lengths)
+        start = self.order_starts[feature]
+        has_row = (start >= 0) & (values >= 0) & (values < self.limits[feature])
+        return torch.where(has_row, self.row_orders[torch.where(has_row, start + values, 0)].long(), values)
 
     def _by_feature(self, lengths: Tensor) -> Tensor:
         return lengths.view(self.features, lengths.shape[0] // self.features)

@@ -25,7 +25,9 @@ def served_table(weights: TTTable | Tensor, *, name: str = "", mean: bool = Fals
     cores, slabs = _folded(weights)
     rows, columns = weights.num_embeddings, weights.embedding_dim
     formed = torch.empty(0, columns)
-    table = ServedTable(name=name, rows=rows, columns=columns, mean=mean, formed=formed, cores=cores, slabs=slabs)
+    table = ServedTable(
+        name=name, rows=rows, columns=columns, mean=mean, formed=formed, cores=cores, slabs=slabs, row_order=weights.lookup_order
+    )
     return with_formed(table, sum(len(slab.rows) for slab in slabs if slab.rows.shape[1] >= _WIDE * columns))
 
 

@@ -18,6 +18,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import comera_rec as cr
+from comera_rec.nn import TTTable
 from comera_rec.serving.arguments import flattened, named_arguments, named_outputs
 from comera_rec.serving.package import ServingModel, read_metadata
 
@@ -42,6 +43,8 @@ def trained(name: str) -> tuple[type[Program], Any]:
     torch.manual_seed(1)
     program = PROGRAMS[name]
     model: Any = program.model("cpu")
+    table = next(module for module in model.modules() if isinstance(module, TTTable))
+    table.set_row_order_(torch.randperm(table.num_embeddings))
     optimizer = program.dense_optimizer([each for _, each in in_backward_optimizer_filter(model.named_parameters())])
     losses = []
     for step in range(24):

@@ -29,6 +29,7 @@ class ServedTable:
         formed: [h, N] rows of the ids below h. A dense table has all of its rows here, and no cores.
         cores: core k is [m_k, r_{k-1}, r_k, n_k], with the diagonals multiplied in.
         slabs: consecutive hot rows from row 0 on.
+        row_order: [M] int32, the row of each id; None if ids are rows.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ServedTable:
     formed: Tensor
     cores: tuple[Tensor, ...] = ()
     slabs: tuple[Slab, ...] = ()
+    row_order: Tensor | None = None
 
     @property
     def row_modes(self) -> tuple[int, ...]:

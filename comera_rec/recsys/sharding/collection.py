@@ -176,6 +176,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
                 )
                 _check_ids(part, part_features)
                 ctx.divisors.append(part.divisor(part_features))
+                part_features = part.in_rows(part_features)
                 awaitables.append(part.input_dist(part_features))
                 ctx.sharding_contexts.append(part.context(part_features))
             if self.dense_bags is not None:

@@ -148,6 +148,10 @@ class Part(nn.Module):
         """Return the divisors [B, sum of N_f] of the bags that come back; None if they need no division."""
         return None
 
+    def in_rows(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Replace ids by what `input_dist` sends: rows, where it depends on them which process looks them up."""
+        return features
+
 
 class DataParallel(Part):
     """Every process has a replica of each table and looks up the ids of its samples: gradients are sent, bags aren't."""
@@ -244,6 +248,16 @@ class RowWise(Part):
     def sharded_parameters(self) -> set[nn.Parameter]:
         return super().sharded_parameters() | {bag.core_0 for bag in self.bags.values()}
 
+    def in_rows(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        orders = [self.bags[config.name].row_order for config in self.tables]
+        if all(order is None for order in orders):
+            return features
+        ids = features.values().split(features.length_per_key())
+        rows = [each if order is None else order[each.long()].to(each.dtype) for each, order in zip(ids, orders, strict=True)]
+        return KeyedJaggedTensor(
+            features.keys(), torch.cat(rows), features.weights_or_none(), features.lengths(), stride=features.stride()
+        )
+
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
         is_mean = [config.pooling == PoolingType.MEAN for config in self.tables]
         if not any(is_mean):
@@ -306,6 +320,7 @@ class RowShard(TTEmbeddingBag):
         first_digit = process_rank * digits
         self._first_row = first_digit * math.prod(others)
         self.hot_rows = copy.deepcopy(bag.hot_rows)  # replicas, like all cores but the first
+        self.row_order = None if bag.row_order is None else bag.row_order.clone()  # of the whole table
         local, whole = [*self.cores(), *self.rank_parameters()], [*bag.cores(), *bag.rank_parameters()]
         for parameter, value in zip(local, whole, strict=True):
             parameter.requires_grad_(value.requires_grad)
@@ -328,6 +343,10 @@ class RowShard(TTEmbeddingBag):
     @property
     def first_row(self) -> int:
         return self._first_row
+
+    @property
+    def lookup_order(self) -> None:
+        return None  # ids arrive as rows: see `RowWise.in_rows`
 
     def sum_over_shards(self, local: Tensor) -> Tensor:
         """Sum over the shards; every process calls this for the same shards in the same order."""

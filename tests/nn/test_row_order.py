@@ -1,0 +1,146 @@
+"""A row order changes which row an id has, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+import comera_rec as cr
+from comera_rec.convert.row_order import similar_rows
+from comera_rec.nn import TTEmbedding
+from comera_rec.serving.fast import FastTables
+from comera_rec.serving.portable import PortableTables
+from comera_rec.serving.tables import served_table
+
+ROWS, DIM = 60, 12
+
+
+def pair(kind: type, hot: bool = False, **options: object) -> tuple[cr.TTEmbeddingBag, cr.TTEmbeddingBag, Tensor]:
+    """A table, one of the same values with a row order, and the order."""
+    order = torch.randperm(ROWS)
+    plain = kind(ROWS, DIM, hot_rows=((10, 3), (20, 2)) if hot else (), **options)
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter)
+    ordered = copy.deepcopy(plain)
+    ordered.set_row_order_(order)
+    return plain, ordered, order
+
+
+@given(hot=st.booleans(), order=st.sampled_from([2, 3]), dtype=st.sampled_from([torch.int32, torch.int64]), seed=st.integers(0, 99))
+def test_lookups_and_gradients_are_those_of_the_rows(hot: bool, order: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    plain, ordered, rows = pair(cr.TTEmbeddingBag, hot, shape=cr.TTShape.for_table(ROWS, DIM, tt_ranks=3, order=order))
+    ids, offsets = torch.randint(ROWS, (31,), dtype=dtype), torch.tensor([0, 4, 4, 20])
+    expected, bags = plain(rows[ids.long()], offsets), ordered(ids, offsets)
+    torch.testing.assert_close(bags, expected)
+    for one, other in zip(plain.parameters(), ordered.parameters(), strict=True):
+        gradients = torch.autograd.grad(expected.square().sum(), one, retain_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(bags.square().sum(), other, retain_graph=True), gradients)
+    torch.testing.assert_close(ordered.dense_matrix(), plain.dense_matrix()[rows])
+    torch.testing.assert_close(ordered.to_dense()(ids.long(), offsets), bags)
+
+
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("tokens", [1, 500])
+def test_logits_are_by_id(hot: bool, tokens: int) -> None:
+    _, ordered, _ = pair(TTEmbedding, hot, padding_idx=5)
+    x = torch.randn(tokens, DIM)
+    expected = x @ ordered.dense_matrix().mT
+    expected[:, 5] = 0
+    torch.testing.assert_close(ordered.logits(x), expected)
+
+
+def test_a_state_dict_brings_its_order(tmp_path) -> None:
+    _, ordered, rows = pair(cr.TTEmbeddingBag)
+    fresh = cr.TTEmbeddingBag(ROWS, DIM, tt_ranks=4)
+    fresh.load_state_dict(ordered.state_dict())
+    torch.testing.assert_close(fresh.dense_matrix(), ordered.dense_matrix())
+    with pytest.raises(RuntimeError, match="row_order"):
+        ordered.load_state_dict(cr.TTEmbeddingBag(ROWS, DIM, tt_ranks=4).state_dict())
+    matrix = torch.randn(ROWS, DIM)
+    full = cr.TTEmbeddingBag(ROWS, DIM, tt_ranks=60, row_order=rows)
+    full.set_dense_matrix_(matrix)
+    torch.testing.assert_close(full.dense_matrix(), matrix, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "order", [torch.arange(ROWS - 1), torch.arange(ROWS) + 1, torch.zeros(ROWS, dtype=torch.long), torch.arange(ROWS).float()]
+)
+def test_other_than_permutations_are_refused(order: Tensor) -> None:
+    with pytest.raises(ValueError, match="give each of the numbers 0 to 59 once"):
+        cr.TTEmbeddingBag(ROWS, DIM, row_order=order)
+
+
+def test_ids_out_of_range_are_named() -> None:
+    _, ordered, _ = pair(cr.TTEmbeddingBag, name="table 'x'")
+    with pytest.raises(ValueError, match=r"id 60 is out of range for table 'x'"):
+        ordered(torch.tensor([1, 60]), torch.tensor([0]))
+
+
+@pytest.mark.parametrize("form", [PortableTables, FastTables])
+def test_served_tables_follow_it(form: type) -> None:
+    plain, ordered, _ = pair(cr.TTEmbeddingBag, True, include_last_offset=True)
+    tables = form([served_table(plain), None, served_table(ordered)], torch.float32)
+    ids = torch.randint(ROWS, (24,))
+    bags = tables(ids, torch.tensor([3, 5, 4, 4, 2, 6]))
+    torch.testing.assert_close(bags[:, 0], plain(ids[:8], torch.tensor([0, 3, 8])))
+    torch.testing.assert_close(bags[:, 2], ordered(ids[16:], torch.tensor([0, 2, 8])))
+
+
+def groups(rows: int, number: int = 40) -> Tensor:
+    """Rows of as many meanings, in random order, the first of them longer."""
+    meanings = torch.randn(number, DIM) * torch.linspace(2, 1, DIM)
+    return meanings[torch.randint(number, (rows,))] + 0.05 * torch.randn(rows, DIM)
+
+
+def dense(rows: dict[str, Tensor]) -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=len(each), embedding_dim=DIM, feature_names=[name])
+        for name, each in rows.items()
+    ]
+    model = EmbeddingBagCollection(configs)
+    for name, each in rows.items():
+        model.embedding_bags[name].weight.data = each
+    return model
+
+
+def test_similar_rows_of_trained_tables_become_neighbors() -> None:
+    """The order's bytes are part of the compression; rows that have nothing in common keep theirs."""
+    rows = {"groups": groups(4000), "noise": torch.randn(4000, DIM)}
+    errors = {}
+    for row_order in (None, "similarity"):
+        tables = cr.TableCompression(compression=11, min_rows=1)
+        model = cr.compress_(dense(rows), tables=tables, init="tt_svd", row_order=row_order)
+        report = cr.compression_report(model)
+        assert report.ratio >= 11
+        assert report.total("dense_bytes") == 8000 * DIM * 4
+        errors[row_order] = (model.tt_bag("groups").dense_matrix() - rows["groups"]).detach().norm()
+    assert model.tt_bag("groups").row_order is not None
+    assert model.tt_bag("noise").row_order is None
+    assert errors["similarity"] < 0.8 * errors[None]
+    ids = KeyedJaggedTensor(["groups", "noise"], torch.randint(4000, (20,)), lengths=torch.full((4,), 5))
+    torch.testing.assert_close(cr.export_dense(model)(ids).values(), model(ids).values())
+
+
+def test_given_orders_count_in_the_compression() -> None:
+    rows = {"groups": groups(4000), "other": torch.randn(4000, DIM)}
+    order = similar_rows(rows["groups"])
+    tables = cr.TableCompression(compression=6, min_rows=1)
+    model = cr.compress_(dense(rows), tables=tables, row_order={"groups": order})
+    assert model.tt_bag("groups").row_order.equal(order.int())
+    assert model.tt_bag("other").row_order is None
+    assert cr.compression_report(model).ratio >= 6
+    for row_order, init, message in [
+        ({"else": order}, "random", "row_order names 'else'"),
+        ("similarity", "random", "'similarity' with init='tt_svd'"),
+        ({"other": order[1:]}, "random", "give each of the numbers 0 to 3999 once"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            cr.compress_(dense(rows), tables=tables, init=init, row_order=row_order)
