@@ -104,6 +104,11 @@ class TT(Table):
         pooled: Tensor = self.bag(ids[:, None])
         return pooled
 
+    def num_bytes(self) -> tuple[float, float]:
+        """See the base class."""
+        order = self.bag.row_order
+        return super().num_bytes()[0], 0 if order is None else order.nbytes
+
 
 class Embeddings(nn.Module):
     """The embedding tables of all fields; `tables` has the large ones.

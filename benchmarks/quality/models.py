@@ -5,6 +5,9 @@ TT + rows adaptive
                 starts at one and a half times the budget and shrinks likewise, in ranks and in columns of hot rows
 TT SVD          trains dense for half of the steps, then applies TT-SVD within the budget, with ranks spread over tables and
                 errors weighted by how often rows are read, then trains on
+converted       trains dense to the end, then applies TT-SVD likewise
+converted in order
+                the same, with similar rows of the trained tables as neighbors; the budget pays for the order
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from benchmarks.quality.storage import DTYPES, round_, round_stochastically_, st
 from benchmarks.quality.tables import STD
 from comera_rec import RankConfig, RankScheduler
 from comera_rec.convert import fit_tables_
+from comera_rec.convert.row_order import similar_rows
 from comera_rec.rank import rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
 
@@ -35,6 +39,7 @@ RATES = (0.003, 0.01, 0.03)
 LR_HEAD = 0.002
 DECAY = 0.5  # part of the steps in which rates fall
 ADAPTIVE = ("TT adaptive", "TT + rows adaptive")
+CONVERTED = ("converted", "converted in order")
 SHRINKING = {*ADAPTIVE, "TT SVD", "CCE", "pruning"}
 """These have their final form after half of the steps."""
 
@@ -87,7 +92,7 @@ class Model(nn.Module):
     def __init__(self, task: Task, method: str, compression: float) -> None:
         super().__init__()
         counts = task.data.counts
-        kind, configs = method, None
+        kind, configs = "dense" if method in CONVERTED else method, None
         if method.startswith("TT"):
             kind = "dense" if method == "TT SVD" else method
             sizes = [len(count) for count in counts if len(count) >= MIN_ROWS]
@@ -137,6 +142,8 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, dty
             table.mask = mask.float()
     pruning = Pruning(list(embeddings.tables.parameters()), embeddings.budget, task.steps) if method == "pruning" else None
     times = _fit_(model, task, method, compression, lr, seed, pruning, is_bfloat16=dtype == "bfloat16")
+    if method in CONVERTED:
+        _to_tt_(model, task, compression, in_order=method == "converted in order")
     if dtype == "int8":
         round_(embeddings.tables, torch.int8)
     params = sum(p.numel() for p in embeddings.tables.parameters())
@@ -224,11 +231,16 @@ def _scheduler(model: Model, optimizer: torch.optim.Optimizer, method: str, step
 
 
 @torch.no_grad()
-def _to_tt_(model: Model, task: Task, compression: float) -> None:
+def _to_tt_(model: Model, task: Task, compression: float, *, in_order: bool = False) -> None:
     embeddings = model.embeddings
     weights = [weight.detach() for weight in embeddings.tables.parameters()]
-    tables = [TT(config) for config in tt_tables([len(weight) for weight in weights], task.dim, compression)]
-    fit_tables_([table.bag for table in tables], weights, embeddings.budget, [task.data.counts[f] for f in embeddings.large])
+    sizes, counts = [len(weight) for weight in weights], [task.data.counts[f] for f in embeddings.large]
+    numbers = sum(sizes) * task.dim / compression - in_order * sum(sizes)
+    tables = [TT(config) for config in tt_tables(sizes, task.dim, sum(sizes) * task.dim / numbers)]
+    for table, weight, count in zip(tables, weights, counts, strict=True):
+        if in_order:
+            table.bag.set_row_order_(similar_rows(weight, count))
+    fit_tables_([table.bag for table in tables], weights, int(numbers), counts)
     embeddings.tables = nn.ModuleList(tables)
 
 

@@ -27,7 +27,7 @@ from benchmarks.harness.rows import Row
 from benchmarks.harness.trainings import Trained, at_best_rate, train_all
 from benchmarks.quality.data_sets import LOGS, ImplicitFeedback, Synth
 from benchmarks.quality.embeddings import PER_TABLE, SPLITS
-from benchmarks.quality.models import RATES, Task, train
+from benchmarks.quality.models import CONVERTED, RATES, Task, train
 from benchmarks.quality.storage import DTYPES
 from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.tables import STD, DoesNotFit
@@ -124,6 +124,8 @@ def _cases(task: Task, settings: Settings) -> list[tuple[dict[str, Any], Sequenc
         methods = (*methods, *SPLITS)
     budgets = BUDGETS[:1] if settings.quick else BUDGETS
     cases = [(method, size) for size in budgets for method in methods if method != "dense" or size == BUDGETS[0]]
+    if settings.only.get("method") in CONVERTED:
+        cases = [(settings.only["method"], size) for size in (4, 10)]
     sizes: dict[str, Any] = {"steps": task.steps, "dim": task.dim, "batch": task.batch}
     if _order(settings) != "frequency":
         sizes["order"] = _order(settings)
