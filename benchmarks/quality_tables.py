@@ -162,6 +162,35 @@ def quality_with_meaning() -> str:
     return markdown(["NE, AUC", *(f"{size}x" for size in sizes)], lines) + source(EPYC_AVX512, "quality", MEANING)
 
 
+def quality_with_groups() -> str:
+    """NE and AUC on the log whose values occur in groups: dense tables, and others at 100x in float32."""
+    by_start = [
+        chosen(_committed(), order=order, start=start) for order, start in zip(("frequency", "similarity"), STARTS, strict=True)
+    ]
+    lines = []
+    for method, name in NAMES.items():
+        size = 10 if method == "dense" else 100
+        cells = [_ne_and_auc(select(rows, data="synth-groups", provider=method, compression=size)) for rows in by_start]
+        if any(cells):
+            lines.append([name, *cells])
+    header = ["NE, AUC", "by frequency, random start", "by similarity, from vectors"]
+    return markdown(header, lines) + source(
+        EPYC_AVX512, "quality", "quality --only data=synth-groups,order=similarity,start=vectors"
+    )
+
+
+def quality_of_converted() -> str:
+    """NE and AUC of trained dense tables that TT-SVD converts, without training afterwards."""
+    runs, sizes = chosen(_committed()), (4, 10)
+    lines = []
+    for data in FEEDBACK:
+        lines.append([f"{DATA_SETS[data]}; dense {_ne_and_auc(_dense(data, 'random'))}", *[""] * len(sizes)])
+        for method, name in {"converted": "rows as they are", "converted in order": "similar rows as neighbors"}.items():
+            lines.append([name, *(_ne_and_auc(select(runs, data=data, provider=method, compression=size)) for size in sizes)])
+    header = ["NE, AUC", *(f"{size}x, orders included" for size in sizes)]
+    return markdown(header, lines) + source(EPYC_AVX512, "quality", "quality --data DATA --only method=converted")
+
+
 def _dense(data: str, start: str) -> list[Row]:
     """The runs of the usual dense table, with ids in order of frequency, or of one that starts from vectors."""
     rows = chosen(_committed(), order="similarity" if start == "vectors" else "frequency", start=start)
