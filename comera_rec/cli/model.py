@@ -73,7 +73,7 @@ def compress(run: str, config_path: str, output: str, overrides: tuple[str, ...]
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    metavar="MODEL.pt2|DIR/",
+    metavar="MODEL.pt2|MODEL.onnx|DIR/",
     help="The file, or a dense model's folder.",
 )
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; default the one the run was trained on.")
@@ -91,6 +91,7 @@ def export(run: Path, output: Path, **options: Any) -> None:
 
     MODEL.pt2 is compiled by AOTInductor: it runs in Python and C++, takes dense [B, I] float32, values [V]
     int64 column by column and lengths [F * B] int64, and returns probabilities [B]. The form `portable` needs only torch.
+    MODEL.onnx takes and returns the same, in onnxruntime.
     DIR/model.pt is the state dict of the dense model, such as TorchRec's DLRM over an EmbeddingBagCollection; DIR/model.json has
     its tables and layer sizes. Keys of model.pt have tables' names
     percent-encoded where torch refuses them: `a.b` is `a%2Eb`.
@@ -100,12 +101,12 @@ def export(run: Path, output: Path, **options: Any) -> None:
       comera export --checkpoint runs/compressed --output model.pt2 --form fast --dtype int8
       comera export --checkpoint runs/compressed --output exported/
     """
-    if output.suffix != ".pt2":
+    if output.suffix not in (".pt2", ".onnx"):
         _export_dense(run, output, last=options["last"])
         return
     metadata = export_run(run, output, **options)
-    quality = "AUC and NE are undefined, because all labels are equal"
     record = metadata.run
+    quality = "AUC and NE are undefined, because all labels are equal" if record else "equal to the model on a sample"
     if record is not None and record.ne is not None and record.trained_ne is not None:
         change = round(100 * (record.ne / record.trained_ne - 1), 3) + 0.0  # without a minus before 0
         quality = f"AUC {record.auc:.4f}, NE {record.ne:.4f} ({change:+.3f} % from the run's)"

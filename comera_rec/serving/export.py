@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -35,6 +35,7 @@ from comera_rec.serving.arguments import (
 )  # fmt: skip
 from comera_rec.serving.decompositions import DECOMPOSITIONS
 from comera_rec.serving.forms import FORMS, id_limits, serving_copy
+from comera_rec.serving.onnx import write_onnx
 from comera_rec.serving.package import FORMAT_VERSION, FeatureInput, ModelMetadata, TensorInput, require_package, seal
 from data_pipeline.errors import UserError
 
@@ -53,12 +54,15 @@ def export(
     captured as it is, in evaluation mode, on the CPU. Before the file is put in place, its outputs are compared with the model's,
     on the sample, on one row of it, and on three times as many rows.
 
+    A path MODEL.onnx is written as ONNX, with inputs and outputs of the same names; onnxruntime then runs the comparison.
+
     Args:
         model: any module; left as it is. A model without compressed tables is fine, too.
         sample_batch: the arguments of `forward`: a tuple, a dict by name, or a single argument. They are tensors,
             KeyedJaggedTensors, and tuples, lists, dicts and dataclasses of them; numbers and strings become constants.
-        path: the file, MODEL.pt2.
-        form: "portable", with torch's operators alone, or "fast", with those of the library that is put beside the file.
+        path: the file, MODEL.pt2 or MODEL.onnx.
+        form: "portable", with torch's operators alone, or "fast", with those of the library that is put beside the file; not for
+            ONNX.
         dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
 
     Raises:
@@ -72,15 +76,17 @@ def export(
     require_output(path)
     with work_folder(path) as work:
         metadata = write_package(model, sample_batch, work / path.name, form=form, dtype=dtype)
-        seal(work / path.name, metadata)
+        if path.suffix == ".pt2":
+            seal(work / path.name, metadata)
         put_in_place(work / path.name, path)
     return metadata
 
 
 def put_in_place(written: Path, path: Path) -> None:
     """Rename a package, and the library beside it, to where they belong."""
-    for library in written.parent.glob(LIBRARY.name):
-        library.replace(path.with_name(library.name))
+    for beside in written.parent.iterdir():  # a library, or the weights of a large ONNX file
+        if beside != written:
+            beside.replace(path.with_name(beside.name))
     written.replace(path)
 
 
@@ -88,9 +94,10 @@ def require_output(path: Path) -> None:
     """Raise ValueError for a path that no package can be written to."""
     if path.is_dir():
         raise UserError(f"{path} is a folder: name a file, such as {path / 'model.pt2'}")
-    if path.suffix != ".pt2":
-        raise UserError(f"{path} doesn't end in .pt2: name a file such as model.pt2")
-    require_package(path)
+    if path.suffix not in (".pt2", ".onnx"):
+        raise UserError(f"{path} doesn't end in .pt2 or .onnx: name a file such as model.pt2")
+    if path.suffix == ".pt2":
+        require_package(path)
 
 
 @contextmanager
@@ -111,6 +118,8 @@ def write_package(
     """
     if form not in FORMS:
         raise UserError(f"form is {form!r}: choose {' or '.join(map(repr, FORMS))}")
+    if path.suffix == ".onnx" and form != "portable":
+        raise UserError("an ONNX file has no operators of this library: drop form='fast', or write MODEL.pt2")
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}: choose one of {', '.join(map(repr, DTYPES))}")
     if any(isinstance(module, ShardedModule) for module in model.modules()):
@@ -129,11 +138,18 @@ def write_package(
         if dtype != "float32":  # the copy's rounded tables are what was asked for
             expected = {count: dict(zip(expected[rows], flat(*tensors), strict=True)) for count, tensors in flat_batches.items()}
         program = _captured(flat, flat_batches[2 * rows], inputs, form)
-    _compile(program, path, facts or {})
-    package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+    run: Callable[[list[Tensor]], Sequence[Tensor]]
+    if path.suffix == ".onnx":
+        with _without_warnings():
+            names = [name for each in inputs for name in (each.names if isinstance(each, FeatureInput) else (each.name,))]
+            run = write_onnx(program, path, names, list(expected[rows]))
+    else:
+        _compile(program, path, facts or {})
+        package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        run = lambda tensors: package.run(tensors)  # noqa: E731
     for count, tensors in flat_batches.items():
         try:
-            outputs = package.run(tensors)
+            outputs = run(tensors)
         except RuntimeError as error:
             raise UserError(
                 f"the package fails on {count} rows ({_one_line(error)}): give a model that takes any number"

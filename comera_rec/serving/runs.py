@@ -24,7 +24,7 @@ from data_pipeline.manifest import read_manifest
 def export_run(
     run: Path, output: Path, *, data: Path | None = None, form: str = "portable", dtype: str = "float32", last: bool = False
 ) -> ModelMetadata:
-    """Write a run as a package that takes dense [B, I], values [V] and lengths [F * B], and returns probabilities.
+    """Write a run as a package, or as ONNX. Both take dense [B, I], values [V] and lengths [F * B], and return probabilities.
 
     Args:
         run: folder of a run.
@@ -54,6 +54,8 @@ def _write(run: Path, path: Path, data: Path | None, form: str, dtype: str, last
     facts = {"integer_columns": str(len(schema.dense)), "table_rows": " ".join(map(str, schema.sparse.values()))}  # for C++
     sample = first.dense, _ordered(first.sparse, columns)
     metadata = write_package(_Probabilities(model), sample, path, form=form, dtype=dtype, facts=facts)
+    if path.suffix == ".onnx":
+        return metadata
     batches = ParquetBatches(data, split, batch_size=config.data.eval_batch_size)
     try:
         trained, served = (evaluate(each, batches, torch.device("cpu")) for each in (model, _Packaged(path, columns)))

@@ -1,0 +1,93 @@
+"""Captured models as ONNX files, for onnxruntime and other engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from data_pipeline.errors import UserError
+
+_BITS = 31  # of the numbers of rows and of ids in a batch
+
+
+def _searchsorted(sorted_sequence: Tensor, self: Tensor, *, right: bool = False, **_: Any) -> Tensor:
+    """Bisect [n] for all values at once, in ceil(log2(n + 1)) steps."""
+    count: Any = sorted_sequence.shape[0]
+    place = torch.zeros_like(self, dtype=torch.long)
+    for bit in reversed(range(_BITS if isinstance(count, torch.SymInt) else count.bit_length())):
+        beyond = place + (1 << bit)
+        pivot = sorted_sequence[(beyond - 1).clamp(max=count - 1)]
+        place = torch.where((beyond <= count) & ((pivot <= self) if right else (pivot < self)), beyond, place)
+    return place
+
+
+def _embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Tensor, ...]:
+    """Sums over bags, the only mode of serving forms."""
+    rows = weight[indices] if per_sample_weights is None else weight[indices] * per_sample_weights[:, None]
+    starts = offsets[:-1] if include_last_offset else offsets
+    bag = _searchsorted(starts, torch.arange(indices.shape[0]), right=True) - 1
+    return rows.new_zeros(starts.shape[0], weight.shape[1]).index_add(0, bag, rows), bag, bag, bag
+
+
+def _repeat_interleave(self: Tensor, repeats: Tensor, dim: int | None = None, *, output_size: Any = None) -> Tensor:
+    """Repeat the numbers of a vector."""
+    size = repeats.sum().item() if output_size is None else output_size
+    return self[_searchsorted(repeats.cumsum(0), torch.arange(size), right=True)]
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.searchsorted.Tensor: _searchsorted,
+    torch.ops.aten.repeat_interleave.self_Tensor: _repeat_interleave,
+    torch.ops.aten._embedding_bag_forward_only.default: _embedding_bag,
+    torch.ops.aten._embedding_bag.default: _embedding_bag,
+}
+
+
+def write_onnx(
+    program: ExportedProgram, path: Path, inputs: Sequence[str], outputs: Sequence[str]
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Write a captured model, and return a function that runs the file in onnxruntime.
+
+    Raises:
+        ValueError: if onnxscript or onnxruntime is missing, or for an operator that ONNX lacks.
+    """
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401  torch.onnx needs it
+    except ImportError as error:
+        raise UserError(f"ONNX needs {error.name}: pip install onnxscript onnxruntime") from None
+    try:
+        converted = torch.onnx.export(
+            program.run_decompositions(DECOMPOSITIONS),
+            dynamo=True,
+            verbose=False,
+            input_names=list(inputs),
+            output_names=list(outputs),
+        )
+    except Exception as error:
+        reason = [line for line in str(error).splitlines() if "No ONNX function found" in line] or [type(error).__name__]
+        raise UserError(f"the model can't be written as ONNX: {reason[0]}") from error
+    assert converted is not None
+    converted.save(path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        named = {given.name: tensors[inputs.index(given.name)].numpy() for given in session.get_inputs()}
+        return [torch.from_numpy(each) for each in session.run(None, named)]
+
+    return run
