@@ -6,7 +6,7 @@ from comera_rec.nn.embedding_bag import TTEmbeddingBag
 from comera_rec.nn.factories import EMBEDDING_STD, dense_embedding, linear_factory
 from comera_rec.nn.heads import ClassificationHead, LanguageModelHead, TiedProjection
 from comera_rec.nn.hot_rows import HotRows
-from comera_rec.nn.linear import TTLinear, use_float8_
+from comera_rec.nn.linear import TTLinear
 from comera_rec.nn.linear_compression import LinearCompression, compressed_linears
 from comera_rec.nn.replacement import FilterFn, keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
 from comera_rec.nn.transformer import EncoderBlock, FeedForward, TransformerConfig, TransformerEncoder
@@ -40,5 +40,4 @@ __all__ = [
     "replace_data_",
     "replace_modules_",
     "update_in_backward_",
-    "use_float8_",
 ]

@@ -148,8 +148,7 @@ class TrainingConfig:
         accumulation: parts of a batch that are computed one after the other, and whose gradients add up to a step. More than one
             turns off updates of cores in backward; dense tables are updated there with every part.
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
-        precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32. "float8"
-            is bfloat16 with 8-bit operands in the TT layers.
+        precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32.
         capture: on a GPU, whether steps are captured in a CUDA graph once their shapes have settled.
         pipeline: on several processes, whether ids of the next batch are sent while one is trained (TorchRec's
             TrainPipelineSparseDist), if tables are sharded and `accumulation` is 1.
@@ -167,7 +166,7 @@ class TrainingConfig:
     clip_grad_norm: PositiveFloat | None = None
     accumulation: PositiveInt = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["float32", "bfloat16", "float8"] = "float32"
+    precision: Literal["float32", "bfloat16"] = "float32"
     capture: bool = False
     pipeline: bool = True
     task_weights: tuple[Annotated[float, Field(gt=0, lt=math.inf)], ...] = ()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from comera_rec.convert import compression_report
 from comera_rec.data import Batch, BatchLoader, ParquetBatches
 from comera_rec.distributed import WORLD, Processes, join_launched
-from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_, use_float8_
+from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import bytes_outside
 from comera_rec.recsys import TTEmbeddingBagCollection
@@ -62,8 +62,7 @@ class Trainer:
         model: the model to start from instead of a new one, on one process only; its sizes are the config's, its ranks may differ.
 
     Raises:
-        ValueError: for data that does not fit, a batch that can't be shared equally, or float8 without layers or a device for it
-            (`use_float8_`).
+        ValueError: for data that does not fit, or a batch that can't be shared equally.
     """
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None, *, processes: Processes = WORLD) -> None:
@@ -89,8 +88,6 @@ class Trainer:
         start = StartingVectors(self.manifest, Path(config.data.path)) if is_new and config.tables.start == "vectors" else None
         placed = place(config, self.schema, model, processes, self.device, self.part_size, start)
         self.model, self.module = placed.model, placed.module
-        if config.training.precision == "float8":
-            use_float8_(self.module)
         self.optimizer = build_optimizer(self.module, config.optimizer)
         if self._updates_in_backward():
             update_in_backward_(self.module, self.optimizer)
