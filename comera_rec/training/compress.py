@@ -99,17 +99,12 @@ def _dense_weight(name: str, module: TTModule, dense: dict[str, Tensor]) -> Tens
 
 def _table_budget(config: RunConfig, schema: Schema) -> int:
     """Return the number of parameters for all TT tables."""
-    budget = 0
-    for configs in table_configs(config, schema):
-        dense = sum(table.num_embeddings * table.embedding_dim for table in configs)
-        small = sum(table.num_embeddings * table.embedding_dim for table in configs if not _is_tt(table))
-        if small == dense:
-            continue
-        if config.tables.compression is None:
-            budget += sum(table.num_params for table in configs if _is_tt(table))
-        else:
-            budget += int(dense / config.tables.compression) - small
-    return budget
+    tables = table_configs(config, schema)
+    if config.tables.compression is None:
+        return sum(table.num_params for table in tables if _is_tt(table))
+    dense = sum(table.num_embeddings * table.embedding_dim for table in tables)
+    small = sum(table.num_embeddings * table.embedding_dim for table in tables if not _is_tt(table))
+    return int(dense / config.tables.compression) - small
 
 
 def _is_tt(table: EmbeddingBagConfig) -> TypeGuard[TTEmbeddingBagConfig]:

@@ -36,7 +36,7 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
 
 def test_named_tables_stay_dense() -> None:
     schema = Schema(dense=("I1",), sparse={"C1": 20_000, "C2": 20_000})
-    tables, _ = table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C2"]}}), schema)
+    tables = table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C2"]}}), schema)
     assert [isinstance(table, TTEmbeddingBagConfig) and table.is_tt for table in tables] == [True, False]
     with pytest.raises(ValueError, match="dense_tables names 'C3', which is no table: choose from 'C1', 'C2'"):
         table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C3"]}}), schema)
@@ -52,7 +52,6 @@ def test_differing_columns_are_listed_in_their_order() -> None:
     ("change", "message"),
     [
         ({"data": {"path": "d", "batchsize": 4}}, r"unknown key data\.batchsize; did you mean data\.batch_size\?"),
-        ({"model": {"wide_buckets": 9}}, r"model\.wide_buckets is 9: give 0, or architecture wide_deep"),
         ({"optimiser": {}}, r"unknown key optimiser; did you mean optimizer\?"),
         ({"compression": 50}, r"unknown key compression; did you mean tables.compression\?"),
         ({"ranks": {"early_stps": 3}}, r"unknown key ranks\.early_stps; did you mean ranks\.early_steps\?"),

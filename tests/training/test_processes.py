@@ -104,7 +104,7 @@ def resume_and_save(rank: int, config_file: Path, overrides: list[str]) -> None:
     trainer.save()
 
 
-@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm", "wide_deep"])
+@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm"])
 def test_two_processes_start_from_the_initial_values_of_one(config_file: Path, tmp_path: Path, architecture: str) -> None:
     model = [f"model.architecture={architecture}"]
     one, two = tmp_path / "one", tmp_path / "two"
