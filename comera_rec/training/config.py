@@ -144,8 +144,6 @@ class TrainingConfig:
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
         precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32.
         capture: on a GPU, whether steps are captured in a CUDA graph once their shapes have settled.
-        pipeline: on several processes, whether ids of the next batch are sent while one is trained (TorchRec's
-            TrainPipelineSparseDist), if tables are sharded and `accumulation` is 1.
         task_weights: weight of each label's loss in their mean, in the order of the data set's labels; empty for equal weights.
     """
 
@@ -162,7 +160,6 @@ class TrainingConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
     capture: bool = False
-    pipeline: bool = True
     task_weights: tuple[Annotated[float, Field(gt=0, lt=math.inf)], ...] = ()
 
     def __post_init__(self) -> None:

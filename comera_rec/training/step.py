@@ -17,7 +17,6 @@ from comera_rec.rank import RankScheduler
 from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.capture import CapturedUpdate, CudaRecorder
 from comera_rec.training.config import OptimizerConfig, RunConfig
-from comera_rec.training.pipeline import IdsSentAhead, has_sharded_tables
 from comera_rec.training.placement import Placed
 
 
@@ -26,7 +25,6 @@ class TrainingStep:
 
     Attributes:
         update: parts of a batch -> their mean loss; changes the model. On a GPU a CUDA graph, if asked for (`training.capture`).
-        pipeline: sends the ids of sharded tables ahead, if a step has one part (`training.pipeline`); None otherwise.
     """
 
     def __init__(
@@ -51,9 +49,6 @@ class TrainingStep:
         if training.task_weights:
             task_weights = torch.tensor(training.task_weights, device=device)
             self._task_weights = task_weights / task_weights.mean()
-        self.pipeline = None
-        if training.pipeline and training.accumulation == 1 and has_sharded_tables(placed.model):
-            self.pipeline = IdsSentAhead(placed.model, device)
         self.update: Callable[[list[Batch]], Tensor] = self._update
         if training.capture and device.type == "cuda":
             self.update = CapturedUpdate(self._update, optimizer, CudaRecorder(device))
@@ -63,11 +58,7 @@ class TrainingStep:
     def __call__(self, number: int, batches: Iterator[Batch]) -> Tensor:
         """Take a step; return the task loss, the mean over its parts, which stays on the device."""
         self._set_rates(number)
-        if self.pipeline is not None:
-            parts = [self.pipeline.take(batches)]
-        else:
-            parts = [next(batches).to(self._device, non_blocking=True) for _ in range(self._accumulation)]
-        loss = self.update(parts)
+        loss = self.update([next(batches).to(self._device, non_blocking=True) for _ in range(self._accumulation)])
         if self._scheduler is not None and self._scheduler.step():
             self.model_has_changed()
         return loss
@@ -97,14 +88,8 @@ class TrainingStep:
             losses_BL = losses_BL * batch.weights.unsqueeze(1)
         return losses_BL.mean()
 
-    def pause(self) -> None:
-        """Allow the model to be called outside of a step, or to be changed, before the next step."""
-        if self.pipeline is not None:
-            self.pipeline.pause()
-
     def model_has_changed(self) -> None:
         """Average gradients of replicas, and capture graphs, for the present sizes; call it after ranks have changed."""
-        self.pause()
         if isinstance(self._placed.model, DistributedModelParallel):
             rewrap_data_parallel_(self._placed.model)
         if isinstance(self.update, CapturedUpdate):

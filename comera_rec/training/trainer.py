@@ -327,7 +327,6 @@ class Trainer:
         return counts and self.best.observe(self.steps, metrics["ne"])
 
     def _evaluate(self, split: str) -> dict[str, Any]:
-        self.step.pause()
         batches = self._batches(split, shuffle=False)
         metrics = evaluate(self.model, batches, self.device, between=self._stop_if_asked, processes=self.processes)
         self._log("eval", split=split, **metrics)

@@ -1,4 +1,4 @@
-"""Runs on several processes: resumed by another number of processes, killed, stopped, pipelined, in groups."""
+"""Runs on several processes: resumed by another number of processes, killed, stopped, in groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.runs import load_run
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Trainer
-from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, lines, losses, tensors, validation
+from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, lines, losses, tensors
 
 pytestmark = pytest.mark.distributed
 
@@ -35,12 +35,8 @@ SAME = ["optimizer.name=adagrad", "optimizer.lr_dense=0.02", "optimizer.lr_cores
 
 
 def train(rank: int, config_file: Path, *runs: list[str]) -> list[dict[str, Any]]:
-    """Train runs one after the other; return their results, and whether each one was pipelined."""
-    results = []
-    for overrides in runs:
-        trainer = Trainer(load_config(config_file, overrides))
-        results.append(trainer.train() | {"pipelined": trainer.step.pipeline is not None})
-    return results
+    """Train runs one after the other."""
+    return [Trainer(load_config(config_file, overrides)).train() for overrides in runs]
 
 
 @pytest.mark.parametrize(
@@ -130,23 +126,6 @@ def test_two_processes_resume_what_one_process_compressed(config_file: Path, tmp
     assert all(torch.equal(value, after[name]) for name, value in before.items() if name.startswith("model/"))
     (result,), _ = run_processes(2, train, config_file, [*same, f"output={small}"])
     assert result["steps"] == 12
-
-
-def test_a_pipelined_run_equals_the_plain_loop(config_file: Path, tmp_path: Path) -> None:
-    runs = []
-    for name, overrides in (("hot rows", HOT_ROWS), ("dense", DENSE)):
-        for pipeline in ("true", "false"):
-            output = f"output={tmp_path / f'{name} {pipeline}'}"
-            runs.append([*overrides, "training.eval_every=4", f"training.pipeline={pipeline}", output])
-    for setting in ("training.accumulation=2", "tables.format=off"):  # these can't be pipelined
-        runs.append([setting, f"output={tmp_path / setting}", "training.steps=2"])
-    for results in run_processes(2, train, config_file, *runs):
-        assert [result["pipelined"] for result in results] == [True, False, True, False, False, False]
-    for name in ("hot rows", "dense"):
-        with_pipeline, without = tmp_path / f"{name} true", tmp_path / f"{name} false"
-        assert losses(with_pipeline) == pytest.approx(losses(without), rel=1e-5)
-        assert validation(with_pipeline) == pytest.approx(validation(without), rel=1e-5)
-        assert_close(tensors(with_pipeline), tensors(without), 1e-5)
 
 
 BINNED = 100  # rows of a split above which AUC is binned
