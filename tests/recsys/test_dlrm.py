@@ -51,25 +51,6 @@ def test_large_layers_are_tt_layers_and_small_ones_dense(random_jagged: Callable
     assert not any(isinstance(m, TTLinear) for m in build(linears=LinearCompression(min_features=1000)).modules())
 
 
-def test_it_learns(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
-    model = build()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    dense, sparse = torch.randn(256, 5), random_jagged({"f1": 5000, "f2": 30}, 256)
-    labels = (dense[:, 0] + sparse["f2"].lengths() > 2).float()
-    losses = []
-    for _ in range(30):
-        loss = F.binary_cross_entropy_with_logits(model(dense, sparse).squeeze(1), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
-def test_meta_device() -> None:
-    assert all(parameter.is_meta for parameter in build(device="meta").parameters())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
