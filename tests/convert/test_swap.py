@@ -148,17 +148,6 @@ def test_filter_fn_chooses_by_module_and_name() -> None:
     assert swapped_names(model) == ["sparse", "towers.left.0", "towers.right.0"]
 
 
-def test_swapping_twice_does_not_descend_into_what_was_swapped() -> None:
-    model = compress_(nn.Sequential(collection()), tables=TableCompression(tt_ranks=4, min_rows=350))
-    with pytest.raises(ValueError, match="no table was compressed: the model has none"):
-        compress_(model, tables=TableCompression(tt_ranks=4, min_rows=5))
-
-
-def test_the_model_itself_may_be_a_collection() -> None:
-    swapped = compress_(collection(), tables=TableCompression(tt_ranks=4, min_rows=100))
-    assert isinstance(swapped, TTEmbeddingBagCollection)
-
-
 @pytest.mark.parametrize("order", [2, 3, 4])
 def test_tt_svd_at_full_rank_keeps_the_outputs(order: int, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = collection()
@@ -169,13 +158,6 @@ def test_tt_svd_at_full_rank_keeps_the_outputs(order: int, random_jagged: Callab
     actual = swapped(features)
     assert actual.keys() == expected.keys()
     torch.testing.assert_close(actual.values(), expected.values())
-
-
-def test_random_init_is_spread_like_the_tables_it_replaces() -> None:
-    dense = EmbeddingBagCollection([EmbeddingBagConfig(name="t", num_embeddings=20_000, embedding_dim=32, feature_names=["f"])])
-    std = float(dense.embedding_bags["t"].weight.detach().std())
-    swapped = compress_(dense, tables=TableCompression(tt_ranks=16))
-    assert float(swapped.tt_bag("t").dense_matrix().detach().std()) == pytest.approx(std, rel=0.05)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("compression", [2.0, 5.0, 20.0])

@@ -111,5 +111,3 @@ def test_a_single_layer_filters_and_mistakes() -> None:
     ):
         with pytest.raises(ValueError, match=f"no table was compressed{reason}"):
             cr.compress_(nothing, tables=CONFIG)
-    with pytest.raises(ValueError, match="init is 'zeros'"):
-        cr.compress_(Model(), tables=CONFIG, init="zeros")
