@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from comera_rec.data import Batch
-from comera_rec.distributed import WORLD, Processes
+from comera_rec.distributed import WORLD
 from comera_rec.rank import RankScheduler
 from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.capture import CapturedUpdate, CudaRecorder
@@ -34,17 +34,16 @@ class TrainingStep:
         optimizer: Optimizer,
         scheduler: RankScheduler | None,
         *,
-        processes: Processes,
         device: torch.device,
         total_steps: int,
     ) -> None:
         training = config.training
         self._placed, self._optimizer, self._scheduler = placed, optimizer, scheduler
-        self._processes, self._device = processes, device
+        self._device = device
         self._accumulation, self._precision, self._max_norm = training.accumulation, training.precision, training.clip_grad_norm
         self._schedule, self._total_steps = config.optimizer, total_steps
         self._rates = [(group, group["lr"]) for each in (optimizer, *placed.table_optimizers) for group in each.param_groups]
-        self._gradient_shares = {} if self._max_norm is None else gradient_shares(placed.module, processes)
+        self._gradient_shares = {} if self._max_norm is None else gradient_shares(placed.module)
         self._task_weights = None  # with mean 1, so that the price of ranks doesn't depend on their sum
         if training.task_weights:
             task_weights = torch.tensor(training.task_weights, device=device)
@@ -73,7 +72,7 @@ class TrainingStep:
             objective = self._scheduler.loss(loss, accumulation=len(parts)) if self._scheduler else loss / len(parts)
             objective.backward()
         if self._max_norm is not None:
-            clip_gradients_(self._placed.module, self._max_norm, self._gradient_shares, self._processes)
+            clip_gradients_(self._placed.module, self._max_norm, self._gradient_shares)
         self._optimizer.step()
         return torch.stack(losses).mean()
 
@@ -122,18 +121,18 @@ def rate_factor(schedule: OptimizerConfig, number: int, total_steps: int) -> flo
     return max(0.0, min(1.0, number / (schedule.warmup_steps + 1), end))
 
 
-def gradient_shares(module: nn.Module, processes: Processes = WORLD) -> dict[str, float]:
+def gradient_shares(module: nn.Module) -> dict[str, float]:
     """Return what a parameter's gradient on this process counts in the norm of all: a replica's less, a shard's as a whole.
 
     Args:
         module: the model without wrappers, so that names are those of an unsharded model.
     """
     divided = {name for name, value in module.state_dict().items() if isinstance(value, DTensor)}
-    counts = processes.count(dict(module.named_parameters()))
+    counts = WORLD.count(dict(module.named_parameters()))
     return {name: 1.0 if name in divided else 1.0 / count for name, count in counts.items()}
 
 
-def clip_gradients_(module: nn.Module, max_norm: float, shares: dict[str, float], processes: Processes = WORLD) -> None:
+def clip_gradients_(module: nn.Module, max_norm: float, shares: dict[str, float]) -> None:
     """Scale all gradients of all processes down by one factor, so that their norm together is at most `max_norm`.
 
     Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
@@ -141,6 +140,6 @@ def clip_gradients_(module: nn.Module, max_norm: float, shares: dict[str, float]
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     device = next(module.parameters()).device
     norms = torch.stack([torch.zeros((), device=device), *torch._foreach_norm(list(gradients.values()))])
-    norm = processes.sum(norms.square() @ norms.new_tensor([0.0, *(shares[name] for name in gradients)])).sqrt()
+    norm = WORLD.sum(norms.square() @ norms.new_tensor([0.0, *(shares[name] for name in gradients)])).sqrt()
     if gradients:
         torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -1,4 +1,4 @@
-"""Runs on several processes: resumed by another number of processes, killed, stopped, in groups."""
+"""Runs on several processes: resumed by another number of processes, killed, stopped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from comera_rec.cli.main import main
-from comera_rec.distributed import Processes
+from comera_rec.distributed import WORLD
 from comera_rec.testing import run as run_processes
 from comera_rec.training import checkpoint, evaluation
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint
@@ -172,7 +171,7 @@ def terminated(trainer: Trainer, owner: Any, method: str, step: int) -> list[Any
     original = getattr(owner, method)
 
     def terminate(self: Any, *args: Any) -> Any:
-        if trainer.steps == step and trainer.processes.process_rank == 1:
+        if trainer.steps == step and WORLD.process_rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, *args)
 
@@ -205,23 +204,6 @@ def test_processes_stop_at_the_same_step_if_one_is_terminated(config_file: Path)
     assert kept == f"step_{int(in_a_step[-1]):08d}"
     assert in_an_evaluation == ["stopped by SIGTERM at step 8", "step_00000008"]
     assert steps == 12
-
-
-def train_in_groups(rank: int, config_file: Path, outputs: list[Path], overrides: list[str]) -> None:
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    settings = [*overrides, f"output={outputs[rank // 2]}", f"seed={rank // 2}"]
-    Trainer(load_config(config_file, settings), processes=Processes(groups[rank // 2])).train()
-
-
-def test_two_groups_of_processes_train_one_run_each(config_file: Path, tmp_path: Path) -> None:
-    overrides = [*HOT_ROWS, "training.eval_every=4", "tables.min_rows=1", "checkpoints.asynchronous=true"]
-    outputs = [tmp_path / "first", tmp_path / "second"]
-    run_processes(4, train_in_groups, config_file, outputs, overrides)
-    alone = [[*overrides, f"output={tmp_path / str(seed)}", f"seed={seed}"] for seed in range(2)]
-    run_processes(2, train, config_file, *alone)
-    for seed, output in enumerate(outputs):
-        assert_same_run(output, tmp_path / str(seed))
-    assert losses(outputs[0]) != losses(outputs[1])
 
 
 ASYNCHRONOUS = ["checkpoints.asynchronous=true", "training.checkpoint_every=2", "training.keep_checkpoints=9"]
