@@ -212,8 +212,9 @@ class RankScheduler:
         if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
             summaries = self._summaries(self._scores())
             shapes, scores = [each.shape for each in summaries.values()], [each.scores for each in summaries.values()]
-            lasting = [summary.has_hot_rows for summary in summaries.values()]
-            self._keep(summaries, within_budget(shapes, scores, ceiling, self._units(summaries), lasting=lasting, exact=last))
+            units = [each.unit if self.in_bytes else 1 for each in summaries.values()]
+            lasting = [each.has_hot_rows for each in summaries.values()]
+            self._keep(summaries, within_budget(shapes, scores, ceiling, units, lasting=lasting, exact=last))
 
     def _summaries(self, scores: dict[str, list[Tensor]] | None = None) -> dict[str, ModuleSummary]:
         """Summarize the TT modules of all processes, by name."""
@@ -266,9 +267,6 @@ class RankScheduler:
     def in_bytes(self) -> bool:
         """Whether `target` counts bytes; otherwise it counts parameters."""
         return self.config.target_bytes is not None or self.config.target_compression is not None
-
-    def _units(self, summaries: dict[str, ModuleSummary]) -> list[int]:
-        return [summary.unit if self.in_bytes else 1 for summary in summaries.values()]
 
     def _size(self) -> int:
         summaries = self._summaries()
