@@ -284,7 +284,8 @@ def test_dtypes_are_kept_by_swap_and_export(init: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "init_fn", [lambda weight: nn.init.normal_(weight, std=0.5), partial(nn.init.uniform_, a=-0.5, b=1.0), None]
+    "init_fn",
+    [lambda weight: nn.init.normal_(weight, std=0.5), partial(nn.init.uniform_, a=-0.5, b=1.0), nn.init.xavier_uniform_, None],
 )
 def test_the_spread_of_a_table_is_that_of_its_init_fn(init_fn: Callable[[Tensor], Tensor] | None) -> None:
     config = EmbeddingBagConfig(name="t", num_embeddings=40_000, embedding_dim=16, feature_names=["f"], init_fn=init_fn)
@@ -327,17 +328,6 @@ def test_an_optimizer_in_backward_would_be_lost() -> None:
             ValueError, match=f"'{name}' has an optimizer in backward, which a TT table would not have: compress first"
         ):
             compress_(model, tables=TableCompression(min_rows=100), filter_fn=lambda module, name, kind=kind: type(module) is kind)
-
-
-def test_the_spread_of_an_init_fn_that_depends_on_the_number_of_rows() -> None:
-    pretrained = torch.randn(20_000, 8)
-    for init_fn in (nn.init.xavier_uniform_, lambda weight: weight.detach().copy_(pretrained)):
-        config = EmbeddingBagConfig(name="t", num_embeddings=20_000, embedding_dim=8, feature_names=["f"], init_fn=init_fn)
-        dense = EmbeddingBagCollection([config])
-        std = float(dense.embedding_bags["t"].weight.detach().std())
-        swapped = compress_(dense, tables=TableCompression(tt_ranks=4))
-        assert isinstance(swapped, TTEmbeddingBagCollection)
-        assert float(swapped.tt_bag("t").dense_matrix().detach().std()) == pytest.approx(std, rel=0.1)
 
 
 def test_the_spread_of_an_init_fn_that_copies_a_table_larger_than_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from comera_rec import (
     LinearCompression,
-    RankConfig,
-    RankScheduler,
     TTEmbedding,
     TTShape,
     compress_,
@@ -28,7 +26,6 @@ from comera_rec.nn import (
     TransformerConfig,
     TransformerEncoder,
     dense_embedding,
-    named_tt_modules,
 )
 
 SMALL = TransformerConfig(vocab_size=90, embed_dim=16, num_layers=2, num_heads=4, ff_dim=24, max_length=10)
@@ -114,41 +111,6 @@ def test_padding_does_not_affect_other_positions_and_all_padding_is_finite() -> 
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_a_tt_block_equals_its_dense_copy(norm_first: bool) -> None:
-    block = tt(EncoderBlock(16, 4, 24, norm_first=norm_first)).double()
-    dense = export_dense(block)
-    assert not any(True for _ in named_tt_modules(dense))
-    x_BLD = torch.randn(3, 7, 16, dtype=torch.float64)
-    mask = masks()["padded"]
-    torch.testing.assert_close(block(x_BLD, key_padding_mask=mask), dense(x_BLD, key_padding_mask=mask))
-
-
-@pytest.mark.parametrize("padding", ["none", "padded"])
-def test_torch_compile_sees_the_whole_block(padding: str) -> None:
-    block = tt(EncoderBlock(16, 4, 24))
-    x_BLD, mask = torch.randn(3, 7, 16), masks()[padding]
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    actual, expected = compiled(x_BLD, key_padding_mask=mask), block(x_BLD, key_padding_mask=mask)
-    torch.testing.assert_close(actual, expected)
-    upstream = torch.randn_like(actual)
-    parameters = list(block.parameters())
-    torch.testing.assert_close(
-        torch.autograd.grad(actual, parameters, upstream), torch.autograd.grad(expected, parameters, upstream)
-    )
-
-
-def test_a_block_under_autocast_keeps_float_gradients() -> None:
-    block = tt(EncoderBlock(16, 4, 24))
-    x_BLD = torch.randn(3, 7, 16)
-    expected = block(x_BLD)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = block(x_BLD)
-    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=0.1)  # entries have a standard deviation of 1
-    actual.sum().backward()
-    assert {parameter.grad.dtype for parameter in block.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
 def test_a_tt_encoder_equals_its_dense_copy(norm_first: bool) -> None:
     config = TransformerConfig(**{**vars(SMALL), "norm_first": norm_first, "dropout": 0.0})
     encoder = TransformerEncoder(config, embedding=tt_embedding)
@@ -222,27 +184,6 @@ def test_a_language_model_stores_and_exports_a_tied_table_once(is_tt: bool, tied
     kinds = {layer.name: (layer.kind, layer.format) for layer in report.layers}
     assert kinds["encoder.tokens"] == ("table", "tt" if is_tt else "dense")
     assert kinds["encoder.blocks.1.feed_forward.expand"] == ("linear", "tt" if is_tt else "dense")
-
-
-def test_ranks_adapt_and_the_smaller_model_loads() -> None:
-    model = MaskedModel(tied=True, is_tt=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    config = RankConfig(early_steps=2, late_steps=4, target_size=0.6, truncate_every=1)
-    scheduler = RankScheduler(model, optimizer, config)
-    ids = torch.randint(90, (2, 7))
-    before = compression_report(model).total("params")
-    for _ in range(6):
-        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-        optimizer.zero_grad()
-        scheduler.loss(loss).backward()
-        optimizer.step()
-        scheduler.step()
-    assert scheduler.stage == "done"
-    assert compression_report(model).total("params") < before
-    assert sum(p.numel() for p in model.parameters()) == compression_report(model).total("params")
-    fresh = MaskedModel(tied=True, is_tt=True).eval()
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh(ids), model.eval()(ids))
 
 
 def test_the_papers_sizes() -> None:

@@ -152,19 +152,3 @@ def test_a_vanished_table_is_zero() -> None:
     embedding.resize_ranks_((0, 0))
     assert torch.equal(embedding(torch.tensor([[3, 100]])), torch.zeros(1, 2, 11, dtype=torch.float64))
     assert torch.equal(embedding.logits(torch.ones(2, 11, dtype=torch.float64)), torch.zeros(2, 101, dtype=torch.float64))
-
-
-def test_from_dense_at_full_rank_gives_the_same_table() -> None:
-    dense = nn.Embedding(53, 12, dtype=torch.float64)
-    embedding = TTEmbedding.from_dense(dense, shape=TTShape((6, 3, 3), (2, 3, 2), 1000))
-    ids = torch.tensor([[0, 52], [7, 7]])
-    torch.testing.assert_close(embedding(ids), dense(ids))
-    torch.testing.assert_close(embedding.to_dense().weight, dense.weight)
-    assert embedding.to_dense().weight.requires_grad
-
-
-def test_torch_compile_traces_the_whole_table() -> None:
-    embedding = build(SHAPES[2], torch.float32)
-    ids = torch.tensor([[0, 100, 3], [3, 3, 7]])
-    compiled = torch.compile(embedding, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(ids), embedding(ids), list(embedding.parameters()))
