@@ -28,7 +28,6 @@ from comera_rec.nn import (
     ClassificationHead,
     TransformerConfig,
     TransformerEncoder,
-    linear_factory,
     named_tt_modules,
     replace_modules_,
 )
@@ -70,7 +69,7 @@ QUICK = (
         length=8,
         model=TransformerConfig(vocab_size=500, embed_dim=32, num_layers=2, num_heads=4, ff_dim=64, max_length=8, dropout=0.0),
         table=cr.TTShape((8, 8, 8), (4, 4, 2), 4),
-        linears=cr.LinearCompression(tt_ranks=4, order=4, min_features=32),
+        linears=cr.LinearCompression(tt_ranks=4, order=4, min_features=32, policy="always"),
     ),
 )
 FULL, GPU = (tuple(TransformerCase(batch=batch) for batch in batches) for batches in ((1, 8), (1, 32, 64, 128)))
@@ -191,10 +190,9 @@ class StepProvider:
 
 def build(case: TransformerCase) -> nn.Module:
     """Build the classifier of TT modules."""
-    linear = linear_factory(case.linears)
     embedding = partial(cr.TTEmbedding, shape=case.table, std=EMBEDDING_STD)
-    encoder = TransformerEncoder(case.model, linear=linear, embedding=embedding)
-    return nn.Sequential(encoder, ClassificationHead(case.model.embed_dim, NUM_CLASSES, linear=linear))
+    encoder = TransformerEncoder(case.model, embedding=embedding)
+    return cr.compress_(nn.Sequential(encoder, ClassificationHead(case.model.embed_dim, NUM_CLASSES)), linears=case.linears)
 
 
 def dense(tensor_train: nn.Module) -> nn.Module:

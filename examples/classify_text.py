@@ -23,7 +23,7 @@ from comera_rec.cli.errors import run_command
 from comera_rec.nn import ClassificationHead, TransformerConfig
 from comera_rec.training.config import LinearsConfig, load_settings
 from data_pipeline.errors import UserError
-from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, fit, linear_layers, new_folder, save, sizes
+from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, compress_layers_, fit, new_folder, save, sizes
 from examples.text import TextBatch, batches_of, endless, word_pieces
 
 NAME = "examples.classify_text"
@@ -57,9 +57,9 @@ class Classifier(nn.Module):
 
     def __init__(self, settings: Settings, num_classes: int) -> None:
         super().__init__()
-        sizes, linear = settings.model, linear_layers(settings.linears)
-        self.encoder = build_encoder(sizes, settings.tokens, settings.linears)
-        self.head = ClassificationHead(sizes.embed_dim, num_classes, linear=linear, dropout=sizes.dropout)
+        self.encoder = build_encoder(settings.model, settings.tokens)
+        self.head = ClassificationHead(settings.model.embed_dim, num_classes, dropout=settings.model.dropout)
+        compress_layers_(self, settings.linears)
 
     def forward(self, batch: TextBatch) -> Tensor:
         scores: Tensor = self.head(self.encoder(batch.ids, key_padding_mask=batch.padding))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import comera_rec as cr
-from comera_rec.nn import EMBEDDING_STD, TransformerConfig, TransformerEncoder, dense_embedding, linear_factory
+from comera_rec.nn import EMBEDDING_STD, TransformerConfig, TransformerEncoder, dense_embedding
 from comera_rec.rank import rank_param_groups
 from comera_rec.training.config import LinearsConfig
 from data_pipeline.errors import UserError
@@ -73,14 +73,15 @@ class TrainingSettings:
                 raise UserError(f"training.{name} is {getattr(self, name)}: give a positive number")
 
 
-def build_encoder(config: TransformerConfig, tokens: EmbeddingSettings, linears: LinearsConfig) -> TransformerEncoder:
-    """Build an encoder in the form that the settings ask for, dense or TT."""
-    return TransformerEncoder(config, linear=linear_layers(linears), embedding=_embeddings(tokens))
+def build_encoder(config: TransformerConfig, tokens: EmbeddingSettings) -> TransformerEncoder:
+    """Build an encoder with dense layers, over a token embedding in the form that the settings ask for."""
+    return TransformerEncoder(config, embedding=_embeddings(tokens))
 
 
-def linear_layers(linears: LinearsConfig) -> Callable[[int, int], nn.Module]:
-    """The factory of linear layers: (in_features, out_features) -> layer."""
-    return nn.Linear if linears.format == "dense" else linear_factory(linears)
+def compress_layers_(model: nn.Module, linears: LinearsConfig) -> None:
+    """Compress a model's linear layers, if the settings ask for it."""
+    if linears.format == "tt":
+        cr.compress_(model, linears=linears)
 
 
 def _embeddings(tokens: EmbeddingSettings) -> Callable[[int, int], nn.Embedding | cr.TTEmbedding]:

@@ -29,7 +29,7 @@ from comera_rec.cli.errors import run_command
 from comera_rec.nn import LanguageModelHead, TiedProjection, TransformerConfig
 from comera_rec.training.config import LinearsConfig, load_settings
 from data_pipeline.errors import UserError
-from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, fit, linear_layers, new_folder, save, sizes
+from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, compress_layers_, fit, new_folder, save, sizes
 from examples.text import MASK, SPECIAL, TextBatch, batches_of, byte_pairs, endless
 
 NAME = "examples.pretrain_code"
@@ -75,9 +75,10 @@ class MaskedLanguageModel(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.encoder = build_encoder(settings.model, settings.tokens, settings.linears)
+        self.encoder = build_encoder(settings.model, settings.tokens)
         projection = TiedProjection(self.encoder.tokens)
-        self.head = LanguageModelHead(settings.model.embed_dim, projection, linear=linear_layers(settings.linears))
+        self.head = LanguageModelHead(settings.model.embed_dim, projection)
+        compress_layers_(self, settings.linears)
 
     def forward(self, batch: TextBatch, chosen: Tensor) -> Tensor:
         """Score the chosen positions, a mask [B, L], as [number of chosen, V]; scoring all of them would dominate the step."""

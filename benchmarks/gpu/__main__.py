@@ -25,7 +25,6 @@ from data_pipeline.errors import UserError
 TORCHREC = ("torchrec", "fbgemm_gpu")
 TESTS = ("hypothesis", "pytest", "pytest_timeout", "xdist")
 TEST_FILES = (
-    "ops/test_float8_matmul.py",
     "ops/test_bags_triton.py",
     "nn/test_embedding_bag_gpu.py",
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import click
 import torch.distributed as dist
 
-from comera_rec.distributed import launcher_number, leave
+from comera_rec.distributed import WORLD, launcher_number, leave
 from comera_rec.report import write_report
 from comera_rec.training.config import RunConfig, load_config
 from comera_rec.training.model import Schema, with_reachable_compression
@@ -56,7 +56,7 @@ def train(context: click.Context, config_path: str | None, output: str | None, o
     """
     config = load_reachable_config(config_path, (*overrides, *([] if output is None else [f"output={output}"])))
     trainer = Trainer(config)
-    is_first = trainer.processes.is_first  # after leaving the group, every process is alone
+    is_first = WORLD.is_first  # after leaving the group, every process is alone
     try:
         result = trainer.train()
         leave()
@@ -66,10 +66,10 @@ def train(context: click.Context, config_path: str | None, output: str | None, o
             click.echo(f"comera: {stop}", err=True)
         context.exit(stop.exit_status)
     except (RuntimeError, dist.DistError) as error:
-        if not (trainer.processes.several and (isinstance(error, dist.DistError) or "gloo" in str(error))):
+        if not (WORLD.several and (isinstance(error, dist.DistError) or "gloo" in str(error))):
             raise
         click.echo(
-            f"comera: process {trainer.processes.process_rank} has lost another process ({str(error).splitlines()[0]}): "
+            f"comera: process {WORLD.process_rank} has lost another process ({str(error).splitlines()[0]}): "
             "run the same command again to resume from the last checkpoint",
             err=True,
         )

@@ -56,15 +56,15 @@ class TensorReader(dcp.FileSystemReader):
         entries = self.read_metadata().state_dict_metadata
         return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
-    def read_into(self, tensors: Mapping[str, Any], **processes: Any) -> None:
-        """Fill tensors with what was saved under their names; `processes` as for dcp.load.
+    def read_into(self, tensors: Mapping[str, Any], *, no_dist: bool) -> None:
+        """Fill tensors with what was saved under their names; `no_dist` as for dcp.load.
 
         Raises:
             ValueError: if nothing was saved under a name, or something of another size.
         """
         try:
             with warnings.catch_warnings(action="ignore"):  # torch warns that there is only one process
-                dcp.load(dict(tensors), storage_reader=self, **processes)
+                dcp.load(dict(tensors), storage_reader=self, no_dist=no_dist)
         except CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
             raise UserError(str(reason).partition("\n")[0] or type(reason).__name__) from error

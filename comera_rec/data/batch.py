@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.fx._symbolic_trace import PHWithMeta
+from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -60,10 +59,6 @@ class Batch(Pipelineable):
         """Return the batch with every tensor changed."""
         weights = None if self.weights is None else change(self.weights)
         return Batch(dense=change(self.dense), sparse=change(self.sparse), labels=change(self.labels), weights=weights)
-
-    def to_proxy_tuple(self, model: nn.Module) -> tuple[PHWithMeta, PHWithMeta]:
-        """Name the attributes that are the arguments of `model(dense, sparse)`, for torchrec's train pipelines."""
-        return PHWithMeta(ph_key="dense"), PHWithMeta(ph_key="sparse")
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until the stream is done with it, for torchrec's train pipelines."""

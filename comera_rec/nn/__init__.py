@@ -3,13 +3,19 @@
 from comera_rec.nn.attention import MultiheadAttention
 from comera_rec.nn.embedding import TTEmbedding
 from comera_rec.nn.embedding_bag import TTEmbeddingBag
-from comera_rec.nn.factories import EMBEDDING_STD, dense_embedding, linear_factory
 from comera_rec.nn.heads import ClassificationHead, LanguageModelHead, TiedProjection
 from comera_rec.nn.hot_rows import HotRows
-from comera_rec.nn.linear import TTLinear, use_float8_
+from comera_rec.nn.linear import TTLinear
 from comera_rec.nn.linear_compression import LinearCompression, compressed_linears
 from comera_rec.nn.replacement import FilterFn, keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
-from comera_rec.nn.transformer import EncoderBlock, FeedForward, TransformerConfig, TransformerEncoder
+from comera_rec.nn.transformer import (
+    EMBEDDING_STD,
+    EncoderBlock,
+    FeedForward,
+    TransformerConfig,
+    TransformerEncoder,
+    dense_embedding,
+)
 from comera_rec.nn.tt_module import TTModule, named_tt_modules, replace_data_
 from comera_rec.nn.tt_table import TTTable, update_in_backward_
 
@@ -34,11 +40,9 @@ __all__ = [
     "compressed_linears",
     "dense_embedding",
     "keep_buffers_hooks_and_mode_",
-    "linear_factory",
     "named_tt_modules",
     "parameter_owners",
     "replace_data_",
     "replace_modules_",
     "update_in_backward_",
-    "use_float8_",
 ]

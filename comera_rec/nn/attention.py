@@ -1,4 +1,4 @@
-"""Multi-head self-attention over any kind of linear layer.
+"""Multi-head self-attention.
 
 Shapes: B batch, L positions, D embed_dim, H heads of K = D / H features.
 """
@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera_rec.nn.factories import LinearFactory
 from comera_rec.tt import require_positive
 from data_pipeline.errors import UserError
 
@@ -22,24 +21,23 @@ class MultiheadAttention(nn.Module):
     Args:
         embed_dim: D.
         num_heads: H, a divisor of D.
-        linear: makes the four projections.
         dropout: probability of dropping an attention weight.
 
     Raises:
         ValueError: for sizes below 1, or a number of heads that doesn't divide `embed_dim`.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, linear: LinearFactory = nn.Linear, dropout: float = 0.0) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0) -> None:
         super().__init__()
         require_positive(embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
             raise UserError(f"num_heads is {num_heads}, which does not divide embed_dim {embed_dim}: choose one of its divisors")
         self.num_heads = num_heads
         self.dropout = dropout
-        self.query = linear(embed_dim, embed_dim)
-        self.key = linear(embed_dim, embed_dim)
-        self.value = linear(embed_dim, embed_dim)
-        self.output = linear(embed_dim, embed_dim)
+        self.query = nn.Linear(embed_dim, embed_dim)
+        self.key = nn.Linear(embed_dim, embed_dim)
+        self.value = nn.Linear(embed_dim, embed_dim)
+        self.output = nn.Linear(embed_dim, embed_dim)
 
     def forward(self, input: Tensor, *, key_padding_mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """Attend over the positions of each sequence.

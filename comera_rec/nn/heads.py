@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera_rec.nn.embedding import TTEmbedding
-from comera_rec.nn.factories import LinearFactory
 
 
 class ClassificationHead(nn.Module):
@@ -18,15 +17,14 @@ class ClassificationHead(nn.Module):
     Args:
         embed_dim: D.
         num_classes: C.
-        linear: makes the hidden layer and the last one.
         dropout: probability of dropping a hidden feature.
     """
 
-    def __init__(self, embed_dim: int, num_classes: int, *, linear: LinearFactory = nn.Linear, dropout: float = 0.0) -> None:
+    def __init__(self, embed_dim: int, num_classes: int, *, dropout: float = 0.0) -> None:
         super().__init__()
-        self.hidden = linear(embed_dim, embed_dim)
+        self.hidden = nn.Linear(embed_dim, embed_dim)
         self.dropout = nn.Dropout(dropout)
-        self.classes = linear(embed_dim, num_classes)
+        self.classes = nn.Linear(embed_dim, num_classes)
 
     def forward(self, input: Tensor) -> Tensor:
         """[B, L, D] -> [B, C]."""
@@ -60,12 +58,11 @@ class LanguageModelHead(nn.Module):
     Args:
         embed_dim: D.
         projection: [..., D] -> [..., V]: `TiedProjection(encoder.tokens)`, or a separate layer such as `TTLinear(D, V)`.
-        linear: makes the hidden layer.
     """
 
-    def __init__(self, embed_dim: int, projection: nn.Module, *, linear: LinearFactory = nn.Linear) -> None:
+    def __init__(self, embed_dim: int, projection: nn.Module) -> None:
         super().__init__()
-        self.hidden = linear(embed_dim, embed_dim)
+        self.hidden = nn.Linear(embed_dim, embed_dim)
         self.norm = nn.LayerNorm(embed_dim)
         self.projection = projection
 

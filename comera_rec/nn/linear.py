@@ -6,7 +6,7 @@ Shapes: B rows of the input, I in_features, O out_features, r the rank of the bo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_module import TTModule
-from comera_rec.ops import require_float8, tt_linear
+from comera_rec.ops import tt_linear
 from comera_rec.tt import Contraction, TTShape, best_contractions, contraction_for, require_positive
 from comera_rec.tt.contraction import Contractions
 from data_pipeline.errors import UserError
@@ -45,8 +45,6 @@ class TTLinear(TTModule):
     """
 
     bias: nn.Parameter | None
-    float8: bool = False
-    """Whether this layer multiplies in float8 under autocast to bfloat16; see `use_float8_`."""
 
     def __init__(
         self,
@@ -126,8 +124,7 @@ class TTLinear(TTModule):
         if input.dtype != cores[0].dtype and not (input.is_floating_point() and torch.is_autocast_enabled(input.device.type)):
             raise UserError(f"input is {input.dtype} and the layer {cores[0].dtype}: give one type, or floats under torch.autocast")
         contraction = self.contraction(math.prod(input.shape[:-1]))
-        float8 = self.float8 and _autocast_to_bfloat16(input.device.type)
-        return tt_linear(input, cores, self.rank_parameters(), self.out_features, self.bias, contraction, float8)
+        return tt_linear(input, cores, self.rank_parameters(), self.out_features, self.bias, contraction)
 
     def contraction(self, batch: int) -> Contraction:
         """Return the order of products for a batch of `batch` rows; exported programs use the one for large batches."""
@@ -171,49 +168,6 @@ class _WeightForm:
 
     shape: TTShape
     contractions: Contractions
-
-
-def use_float8_(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> nn.Module:
-    """Let the `TTLinear` layers of a model multiply in float8 wherever autocast to bfloat16 is on, in place.
-
-    There `comera_rec.ops.float8_matmul` rounds the operands of every product to 8 bits, forward and backward. Parameters, their
-    gradients and all other layers are unaffected, and so is the model outside autocast. `layer.float8 = False` undoes it.
-
-    Args:
-        model: any module, on the device where it will be trained.
-        filter_fn: (module, fully qualified name) -> whether to use float8 in that layer; default all.
-
-    Raises:
-        ValueError: if no layer matched, or its device has no float8 products (GPUs from compute capability 8.9 on; CPUs emulate
-            them, which is for checking and not for speed).
-
-    Returns:
-        The model.
-
-    Example:
-        >>> model = use_float8_(nn.Sequential(TTLinear(64, 32), nn.ReLU(), nn.Linear(32, 1)))
-        >>> with torch.autocast("cpu", torch.bfloat16):
-        ...     model(torch.ones(4, 64)).sum().backward()
-    """
-    layers = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, TTLinear) and (filter_fn is None or filter_fn(module, name))
-    ]
-    if not layers:
-        raise UserError(
-            "float8 is for the products of TTLinear layers, and the model has none that passes filter_fn: compress its linear "
-            "layers first, or use bfloat16"
-        )
-    for layer in layers:
-        require_float8(layer.core_0.device)
-    for layer in layers:
-        layer.float8 = True
-    return model
-
-
-def _autocast_to_bfloat16(device_type: str) -> bool:
-    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16
 
 
 def _require_inputs_first(shape: TTShape) -> None:

@@ -57,10 +57,6 @@ class LinearCompression:
             raise UserError(f"policy is {self.policy!r}: choose 'auto' or 'always'")
         require_positive(batch=self.batch)
 
-    def shape_for(self, in_features: int, out_features: int) -> TTShape | None:
-        """Return the modes and ranks of a layer of this size, or None if it stays dense."""
-        return self.decide(in_features, out_features).shape
-
     def decide(self, in_features: int, out_features: int) -> LinearDecision:
         """Decide whether a layer of this size is compressed, with the reason."""
         if min(in_features, out_features) < self.min_features:

@@ -1,10 +1,11 @@
-"""Transformer encoders over any kind of linear layer and embedding: dense, TT, or both.
+"""Transformer encoders, whose linear layers `comera_rec.compress_` compresses, over a dense or a TT embedding.
 
 Shapes: B batch, L positions, D embed_dim, F ff_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,9 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera_rec.nn.attention import MultiheadAttention
-from comera_rec.nn.factories import EmbeddingFactory, LinearFactory, dense_embedding
+from comera_rec.nn.embedding import TTEmbedding
 from comera_rec.tt import require_positive
 from data_pipeline.errors import UserError
+
+EmbeddingFactory = Callable[[int, int], nn.Embedding | TTEmbedding]
+"""(num_embeddings, embedding_dim) -> a layer from ids [...] to rows [..., embedding_dim], such as `nn.Embedding`."""
+
+EMBEDDING_STD = 0.02
+"""Standard deviation of the rows of embeddings: as in BERT, small enough that scores against them start near zero."""
+
+
+def dense_embedding(num_embeddings: int, embedding_dim: int) -> nn.Embedding:
+    """Make an `nn.Embedding` whose rows are drawn with `EMBEDDING_STD`."""
+    embedding = nn.Embedding(num_embeddings, embedding_dim)
+    nn.init.normal_(embedding.weight, std=EMBEDDING_STD)
+    return embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,21 +74,13 @@ class FeedForward(nn.Module):
     Args:
         embed_dim: D.
         ff_dim: F.
-        linear: makes both layers.
         dropout: probability of dropping a hidden feature.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        ff_dim: int,
-        *,
-        linear: LinearFactory = nn.Linear,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, embed_dim: int, ff_dim: int, *, dropout: float = 0.0) -> None:
         super().__init__()
-        self.expand = linear(embed_dim, ff_dim)
-        self.contract = linear(ff_dim, embed_dim)
+        self.expand = nn.Linear(embed_dim, ff_dim)
+        self.contract = nn.Linear(ff_dim, embed_dim)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -86,36 +92,25 @@ class FeedForward(nn.Module):
 class EncoderBlock(nn.Module):
     """Self-attention, then feed-forward, each with a residual connection and layer normalization.
 
-    Computes what `torch.nn.TransformerEncoderLayer` with `batch_first` and GELU does, with linear layers of any kind. Vaswani et
-    al., section 3.1 (arXiv 1706.03762); pre-norm as in Xiong et al. (arXiv 2002.04745).
+    Computes what `torch.nn.TransformerEncoderLayer` with `batch_first` and GELU does. Vaswani et al., section 3.1
+    (arXiv 1706.03762); pre-norm as in Xiong et al. (arXiv 2002.04745).
 
     Args:
         embed_dim, num_heads: sizes D and H of the attention.
         ff_dim: hidden features F of the feed-forward network.
-        linear: makes the six linear layers.
         dropout: probability of dropping a feature, inside and after both parts.
         norm_first: pre-norm, x + f(norm(x)), instead of post-norm, norm(x + f(x)).
 
     Example:
-        >>> from comera_rec.nn import TTLinear
-        >>> block = EncoderBlock(64, 4, 256, linear=TTLinear)
+        >>> block = EncoderBlock(64, 4, 256)
         >>> block(torch.zeros(2, 10, 64)).shape
         torch.Size([2, 10, 64])
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        ff_dim: int,
-        *,
-        linear: LinearFactory = nn.Linear,
-        dropout: float = 0.0,
-        norm_first: bool = False,
-    ) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, ff_dim: int, *, dropout: float = 0.0, norm_first: bool = False) -> None:
         super().__init__()
-        self.attention = MultiheadAttention(embed_dim, num_heads, linear=linear, dropout=dropout)
-        self.feed_forward = FeedForward(embed_dim, ff_dim, linear=linear, dropout=dropout)
+        self.attention = MultiheadAttention(embed_dim, num_heads, dropout=dropout)
+        self.feed_forward = FeedForward(embed_dim, ff_dim, dropout=dropout)
         self.attention_norm = nn.LayerNorm(embed_dim)
         self.feed_forward_norm = nn.LayerNorm(embed_dim)
         self.dropout = nn.Dropout(dropout)
@@ -137,7 +132,6 @@ class TransformerEncoder(nn.Module):
 
     Args:
         config: sizes.
-        linear: makes all linear layers, e.g. `linear_factory(LinearCompression(...))`.
         embedding: makes the token embedding, e.g. `partial(TTEmbedding, shape=..., std=EMBEDDING_STD)`. The position
             embedding is small and stays dense.
 
@@ -147,9 +141,7 @@ class TransformerEncoder(nn.Module):
         torch.Size([1, 3, 64])
     """
 
-    def __init__(
-        self, config: TransformerConfig, *, linear: LinearFactory = nn.Linear, embedding: EmbeddingFactory = dense_embedding
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, embedding: EmbeddingFactory = dense_embedding) -> None:
         super().__init__()
         self.config = config
         self.tokens = embedding(config.vocab_size, config.embed_dim)
@@ -157,14 +149,7 @@ class TransformerEncoder(nn.Module):
         self.embedding_norm = nn.LayerNorm(config.embed_dim)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(
-            EncoderBlock(
-                config.embed_dim,
-                config.num_heads,
-                config.ff_dim,
-                linear=linear,
-                dropout=config.dropout,
-                norm_first=config.norm_first,
-            )
+            EncoderBlock(config.embed_dim, config.num_heads, config.ff_dim, dropout=config.dropout, norm_first=config.norm_first)
             for _ in range(config.num_layers)
         )
         self.final_norm = nn.LayerNorm(config.embed_dim) if config.norm_first else None

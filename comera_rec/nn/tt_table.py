@@ -229,7 +229,7 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
     updated = []
     for name, table in model.named_modules():
         if isinstance(table, TTTable):
-            cores = _all_cores(table)
+            cores = [core for module in (table, *table.hot_blocks()) for core in module.cores()]
             if optimizer is None:
                 for core in cores:
                     unregister_update(core)
@@ -241,10 +241,6 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
             "SGD without momentum, Adagrad, Adam or AdamW without amsgrad"
         )
     return updated
-
-
-def _all_cores(table: TTTable) -> list[nn.Parameter]:
-    return [core for module in (table, *table.hot_blocks()) for core in module.cores()]
 
 
 def plan_tables(

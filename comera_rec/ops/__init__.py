@@ -1,7 +1,6 @@
 """Operations on tensors; costly ones are registered with torch.library. Each has its definition in plain torch beside it."""
 
 from comera_rec.ops.bags import check_ids, tt_bags
-from comera_rec.ops.float8_matmul import float8_matmul, require_float8
 from comera_rec.ops.interaction import interact, interact_features
 from comera_rec.ops.plan import LookupPlan, PairPlan, plan_lookup
 from comera_rec.ops.tt_linear import tt_linear
@@ -10,11 +9,9 @@ __all__ = [
     "LookupPlan",
     "PairPlan",
     "check_ids",
-    "float8_matmul",
     "interact",
     "interact_features",
     "plan_lookup",
-    "require_float8",
     "tt_bags",
     "tt_linear",
 ]

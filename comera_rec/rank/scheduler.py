@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera_rec.distributed import WORLD, Processes
+from comera_rec.distributed import WORLD
 from comera_rec.nn import TTModule, named_tt_modules
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.rank.config import RankConfig
@@ -42,7 +42,6 @@ class RankScheduler:
             with `torchrec.optim.CombinedOptimizer`.
         config: the schedule.
         other_bytes: bytes of all other layers; give it where each process has only part of them. Default: those of `model`.
-        processes: the processes that share the model.
 
     Raises:
         ValueError: if the model has no TT module to train; if the layers outside TT modules alone exceed `target_compression`; if
@@ -62,9 +61,7 @@ class RankScheduler:
         config: RankConfig,
         *,
         other_bytes: int | None = None,
-        processes: Processes = WORLD,
     ) -> None:
-        self._processes = processes
         # Kept, because walking the model at each step takes long; TT modules keep their identity when ranks change.
         modules = dict(named_tt_modules(model))
         self._modules = {name: module for name, module in modules.items() if not _is_frozen(module)}
@@ -91,7 +88,7 @@ class RankScheduler:
         self._mean_loss = torch.tensor(math.nan, dtype=torch.float32, device=next(model.parameters()).device)
         self._other_bytes = bytes_outside(model, self._modules.values()) if other_bytes is None else other_bytes
         # Replicas on several processes together count once.
-        self._replica_share = {name: 1 / count for name, count in self._processes.count(self._modules).items()}
+        self._replica_share = {name: 1 / count for name, count in WORLD.count(self._modules).items()}
         if config.target_compression is not None:
             self._compressed_bytes(config.target_compression, summaries)  # checks the target before hours of training
         self._record(summaries)
@@ -114,8 +111,8 @@ class RankScheduler:
             raise UserError(f"task_loss has shape {tuple(task_loss.shape)}: give the mean over the batch, a scalar")
         if task_loss.dim():
             task_loss = task_loss.reshape(())
-        if self._processes.several and self.stage != "done":
-            task_loss = task_loss + (self._processes.mean(task_loss) - task_loss.detach())  # mean of all, gradient of this one
+        if WORLD.several and self.stage != "done":
+            task_loss = task_loss + (WORLD.mean(task_loss) - task_loss.detach())  # mean of all, gradient of this one
         self._observe(task_loss.detach(), 0.01 / accumulation)
         total, self.objective = self._stage_objective().loss(task_loss, list(self._modules.values()))
         return total if accumulation == 1 else total / accumulation
@@ -151,12 +148,12 @@ class RankScheduler:
 
     def _surrogate_elsewhere(self) -> Tensor | float:
         """Return the size surrogate of the TT modules that are on other processes only."""
-        if not self._processes.several:
+        if not WORLD.several:
             return 0.0
         sizes = {name: size_surrogate([module]).detach() for name, module in self._modules.items() if module.shape.num_params}
         local_size = torch.stack([self._mean_loss.new_zeros(()), *sizes.values()]).sum()
         shared = torch.stack([self._mean_loss.new_zeros(()), *(self._replica_share[name] * size for name, size in sizes.items())])
-        return self._processes.sum(shared.sum()) - local_size
+        return WORLD.sum(shared.sum()) - local_size
 
     def _observe(self, loss: Tensor, weight: float) -> None:
         # About the last hundred steps: long enough to smooth batches, short enough to follow training. In place, for CUDA graphs.
@@ -183,7 +180,7 @@ class RankScheduler:
         if self.stage == "done":
             return False
         if self.stage == "late" and self.config.score_used == "taylor":
-            self._taylor.observe(list(self._modules.values()), self._total_of_shares if self._processes.several else None)
+            self._taylor.observe(list(self._modules.values()), self._total_of_shares if WORLD.several else None)
         early_ends = self.stage == "early" and self.steps >= self.config.early_steps
         late_ends = self.stage == "late" and self.steps - self.late_start >= self.config.late_steps
         if not (early_ends or late_ends or self.steps % self.config.truncate_every == 0):
@@ -212,12 +209,13 @@ class RankScheduler:
         if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
             summaries = self._summaries(self._scores())
             shapes, scores = [each.shape for each in summaries.values()], [each.scores for each in summaries.values()]
-            lasting = [summary.has_hot_rows for summary in summaries.values()]
-            self._keep(summaries, within_budget(shapes, scores, ceiling, self._units(summaries), lasting=lasting, exact=last))
+            units = [each.unit if self.in_bytes else 1 for each in summaries.values()]
+            lasting = [each.has_hot_rows for each in summaries.values()]
+            self._keep(summaries, within_budget(shapes, scores, ceiling, units, lasting=lasting, exact=last))
 
     def _summaries(self, scores: dict[str, list[Tensor]] | None = None) -> dict[str, ModuleSummary]:
         """Summarize the TT modules of all processes, by name."""
-        return gather_tt_modules(self._modules, scores, self._processes)
+        return gather_tt_modules(self._modules, scores)
 
     def _keep(self, summaries: dict[str, ModuleSummary], masks: Masks) -> None:
         """Slice this process's modules to the ranks that the masks of all modules keep."""
@@ -230,7 +228,7 @@ class RankScheduler:
         modules = self._modules
         if self.config.score_used == "taylor":
             scores = self._taylor.mean
-            if self._processes.several and scores is not None and not float(self._total_of_shares(scores)):
+            if WORLD.several and scores is not None and not float(self._total_of_shares(scores)):
                 raise UserError(NO_GRADIENTS)  # on all processes at once
             return dict(zip(modules, self._taylor.scores(list(modules.values())), strict=True))
         return {name: STATIC_SCORES[self.config.score_used](module) for name, module in modules.items()}
@@ -239,7 +237,7 @@ class RankScheduler:
         """Sum shares [ranks of this process's modules] over the modules of all processes."""
         modules = self._modules
         weights = [self._replica_share[name] for name, module in modules.items() for _ in range(sum(module.shape.ranks))]
-        total = self._processes.sum((shares @ shares.new_tensor(weights)).to(self._mean_loss.device))
+        total = WORLD.sum((shares @ shares.new_tensor(weights)).to(self._mean_loss.device))
         return total.to(shares.device)
 
     def _end_early(self) -> None:
@@ -266,9 +264,6 @@ class RankScheduler:
     def in_bytes(self) -> bool:
         """Whether `target` counts bytes; otherwise it counts parameters."""
         return self.config.target_bytes is not None or self.config.target_compression is not None
-
-    def _units(self, summaries: dict[str, ModuleSummary]) -> list[int]:
-        return [summary.unit if self.in_bytes else 1 for summary in summaries.values()]
 
     def _size(self) -> int:
         summaries = self._summaries()
@@ -327,7 +322,7 @@ class RankScheduler:
             **state,
             "history": list(self.history),
             "mean_loss": self._mean_task_loss(),
-            "taylor": self._processes.merge(self._taylor.by_name(self._modules)),
+            "taylor": WORLD.merge(self._taylor.by_name(self._modules)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from comera_rec.distributed import WORLD, Processes
+from comera_rec.distributed import WORLD
 from comera_rec.nn import TTModule, TTTable
 from comera_rec.tt import TTShape
 
@@ -38,16 +38,14 @@ class ModuleSummary:
 def gather_tt_modules(
     modules: Mapping[str, TTModule],
     scores: Mapping[str, Sequence[Tensor]] | None = None,
-    processes: Processes = WORLD,
 ) -> dict[str, ModuleSummary]:
     """Summarize every TT module of a model, by name; every process must call this, and all get the same.
 
     Args:
         modules: the TT modules of this process, by name.
         scores: the score of each rank, per module of this process and bond.
-        processes: the processes that share the model.
     """
-    return processes.merge(
+    return WORLD.merge(
         {
             name: ModuleSummary(
                 shape=module.whole_shape,

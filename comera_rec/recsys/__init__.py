@@ -4,16 +4,12 @@ from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig, TTEmbeddingConfig
 from comera_rec.recsys.dlrm import build_deepfm, build_dlrm
 from comera_rec.recsys.sequences import TTEmbeddingCollection
-from comera_rec.recsys.wide_deep import WideDeep, build_wide_deep, wide_tables
 
 __all__ = [
     "TTEmbeddingBagCollection",
     "TTEmbeddingBagConfig",
     "TTEmbeddingCollection",
     "TTEmbeddingConfig",
-    "WideDeep",
     "build_deepfm",
     "build_dlrm",
-    "build_wide_deep",
-    "wide_tables",
 ]

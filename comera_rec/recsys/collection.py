@@ -100,39 +100,19 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         The plan travels as an attribute of `features`; `forward` uses it unless their values have changed.
 
         Raises:
-            ValueError: as `plan`.
+            ValueError: naming the table, the id and the limit, if an id of a TT table is out of range (checked on CPU).
         """
-        plans = self.plan(features, parallel=False)
-        vars(features).setdefault(_PLANS, {})[self._what_plans_depend_on()] = (_version(features.values()), plans)
-
-    def plan(self, features: KeyedJaggedTensor, *, parallel: bool = True) -> dict[tuple[str, ...], LookupPlan | PairPlan]:
-        """Return the plans of `forward`'s lookups, one for each group of tables that share a lookup.
-
-        It depends on the ids and the row modes alone, so a pipelined trainer can make the next batch's plan while this one trains.
-
-        Args:
-            features: as for `forward`.
-            parallel: as for `comera_rec.ops.plan_lookup`.
-
-        Raises:
-            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU).
-        """
-        features = maybe_td_to_kjt(features, None)
         self._require_features(features)
         by_feature = features.to_dict()
-        if parallel:  # otherwise `forward` checks them
-            self._check_dense_ids(by_feature)
-        return {_names(configs): self._plan_group(configs, by_feature, parallel=parallel) for configs in self._groups()}
+        plans = {_names(configs): self._plan_group(configs, by_feature, parallel=False) for configs in self._groups()}
+        vars(features).setdefault(_PLANS, {})[self._what_plans_depend_on()] = (_version(features.values()), plans)
 
     @one_call_in_fx
-    def forward(
-        self, features: KeyedJaggedTensor, plans: Mapping[tuple[str, ...], LookupPlan | PairPlan] | None = None
-    ) -> KeyedTensor:
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pool every feature's bags.
 
         Args:
             features: F features of B bags each (with inverse indices, the number of bags may differ between features).
-            plans: from `plan` for the same features; made here if not given.
 
         Raises:
             ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU); naming the table, if its
@@ -144,7 +124,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """
         features = maybe_td_to_kjt(features, None)
         self._require_features(features)
-        by_feature, plans = features.to_dict(), plans or self._plans_made_ahead(features)
+        by_feature, plans = features.to_dict(), self._plans_made_ahead(features)
         self._check_dense_ids(by_feature)
         if not self._configs:
             return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))

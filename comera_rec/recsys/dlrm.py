@@ -67,7 +67,7 @@ def build_dlrm(
     Returns:
         A model called as `model(dense_features, sparse_features) -> logits [B, L]`.
     """
-    require_inputs(tables, dense_in_features)
+    _require_inputs(tables, dense_in_features)
     for name, sizes in (("dense_arch_layer_sizes", dense_arch_layer_sizes), ("over_arch_layer_sizes", over_arch_layer_sizes)):
         if not sizes:
             raise UserError(f"{name} is empty: give at least one layer size")
@@ -95,7 +95,7 @@ def build_dlrm(
     model.sparse_arch = StackedFeatures(collection)
     if not dense_in_features:
         model.dense_arch = LearnedVector(dense_arch_layer_sizes[-1], dense_device)
-    return compress_large_linears_(model, linears)
+    return _compress_linears_(model, linears)
 
 
 def build_deepfm(
@@ -122,7 +122,7 @@ def build_deepfm(
     Returns:
         A model called as `model(dense_features, sparse_features) -> logits [B, L]`, without the sigmoid that TorchRec's ends with.
     """
-    require_inputs(tables, dense_in_features)
+    _require_inputs(tables, dense_in_features)
     require_positive(hidden_layer_size=hidden_layer_size, deep_fm_dimension=deep_fm_dimension, outputs=outputs)
     dims = sorted({config.embedding_dim for config in tables})
     if len(dims) > 1:
@@ -133,10 +133,10 @@ def build_deepfm(
     model.over_arch.model = head if outputs == 1 else nn.Linear(head.in_features, outputs)
     if not dense_in_features:
         model.dense_arch = LearnedVector(dims[0])
-    return compress_large_linears_(model.to(device or "cpu"), linears)
+    return _compress_linears_(model.to(device or "cpu"), linears)
 
 
-def require_inputs(tables: Sequence[EmbeddingBagConfig], dense_in_features: int) -> None:
+def _require_inputs(tables: Sequence[EmbeddingBagConfig], dense_in_features: int) -> None:
     """Raise ValueError for no tables, or a negative number of dense features."""
     if dense_in_features < 0:
         raise UserError(f"dense_in_features is {dense_in_features}: give how many there are, or 0")
@@ -144,7 +144,7 @@ def require_inputs(tables: Sequence[EmbeddingBagConfig], dense_in_features: int)
         raise UserError("tables is empty: give at least one table config")
 
 
-def compress_large_linears_(model: Model, linears: LinearCompression | None) -> Model:
+def _compress_linears_(model: Model, linears: LinearCompression | None) -> Model:
     """Compress the linear layers that a config selects, if any."""
     if linears is not None:
         replace_modules_(model, compressed_linears(model, linears)[0])

@@ -50,9 +50,9 @@ class Checkpoint:
         sizes: sizes of the whole tensors, by name.
     """
 
-    def __init__(self, path: Path, record: dict[str, Any], processes: Processes) -> None:
+    def __init__(self, path: Path, record: dict[str, Any]) -> None:
         self.record = record
-        self._path, self._processes = path, processes
+        self._path = path
         self._entries = TensorReader(path).tensors()
         self.sizes = {name: entry.size for name, entry in self._entries.items()}
 
@@ -68,9 +68,8 @@ class Checkpoint:
         Raises:
             ValueError: if there is none of a name and size, or what is read doesn't fit.
         """
-        processes = self._processes
         try:
-            TensorReader(self._path).read_into(tensors, process_group=processes.group, no_dist=not processes.several)
+            TensorReader(self._path).read_into(tensors, no_dist=not WORLD.several)
         except ValueError as error:
             raise UserError(f"checkpoint {self._path} cannot be loaded ({error}): remove it, or give another") from error
 
@@ -168,9 +167,9 @@ class CheckpointWriter:
             writes, in a separate process group. A write that failed shows in `failed`, and is raised by the next `wait` or `save`.
     """
 
-    def __init__(self, folder: Path, *, keep: int, processes: Processes, asynchronous: bool) -> None:
+    def __init__(self, folder: Path, *, keep: int, asynchronous: bool) -> None:
         self._folder, self._keep = folder, keep
-        self._processes = processes.separate_group() if asynchronous else processes
+        self._processes = WORLD.separate_group() if asynchronous else WORLD
         self._thread = ThreadPoolExecutor(1, "CheckpointWriter") if asynchronous else None
         self._writing: Future[Path] | None = None
 
@@ -215,7 +214,7 @@ def checkpoint_at(folder: str | Path, step: int) -> Path | None:
     return path if path.exists() else None
 
 
-def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> Checkpoint:
     """Check a checkpoint for damage and open it; with several processes, each calls this.
 
     Raises:
@@ -232,15 +231,15 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
             raise UserError(f"it is of format {saved['format']}, and this version reads format {_FORMAT}")
         if saved["record_checksum"] != _json_checksum(saved["record"]):
             raise UserError(f"{_RECORD} fails its checksum")
-        checksums = sorted(saved["checksums"].items())[processes.process_rank :: processes.size]
+        checksums = sorted(saved["checksums"].items())[WORLD.process_rank :: WORLD.size]
 
         def check() -> None:
             for name, checksum in checksums:
                 if _checksum(file_of(path, name)) != checksum:
                     raise OSError(f"{name} fails its checksum")
 
-        processes.on_each(check)
-        return Checkpoint(path, saved["record"], processes)
+        WORLD.on_each(check)
+        return Checkpoint(path, saved["record"])
     except (
         OSError, EOFError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, pickle.UnpicklingError
     ) as error:  # fmt: skip

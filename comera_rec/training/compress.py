@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.convert import fit_tables_
 from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
-from comera_rec.recsys import TTEmbeddingBagConfig
 from comera_rec.training.checkpoint import Checkpoint, latest_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model, table_configs
@@ -99,18 +97,9 @@ def _dense_weight(name: str, module: TTModule, dense: dict[str, Tensor]) -> Tens
 
 def _table_budget(config: RunConfig, schema: Schema) -> int:
     """Return the number of parameters for all TT tables."""
-    budget = 0
-    for configs in table_configs(config, schema):
-        dense = sum(table.num_embeddings * table.embedding_dim for table in configs)
-        small = sum(table.num_embeddings * table.embedding_dim for table in configs if not _is_tt(table))
-        if small == dense:
-            continue
-        if config.tables.compression is None:
-            budget += sum(table.num_params for table in configs if _is_tt(table))
-        else:
-            budget += int(dense / config.tables.compression) - small
-    return budget
-
-
-def _is_tt(table: EmbeddingBagConfig) -> TypeGuard[TTEmbeddingBagConfig]:
-    return isinstance(table, TTEmbeddingBagConfig) and table.is_tt
+    tables: list[Any] = table_configs(config, schema)  # `TTEmbeddingBagConfig`s, with or without ranks
+    if config.tables.compression is None:
+        return sum(table.num_params for table in tables if table.is_tt)
+    dense = sum(table.num_embeddings * table.embedding_dim for table in tables)
+    small = sum(table.num_params for table in tables if not table.is_tt)
+    return int(dense / config.tables.compression) - small

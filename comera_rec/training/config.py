@@ -43,30 +43,24 @@ class ModelConfig:
     """Kind and sizes of the model.
 
     Attributes:
-        architecture: "dlrm"; "dcn" for DLRM-DCNv2, with a cross network in place of products of pairs; "deepfm"; or "wide_deep",
-            a linear model beside an MLP over dense features and embeddings.
+        architecture: "dlrm"; "dcn" for DLRM-DCNv2, with a cross network in place of products of pairs; or "deepfm".
         embedding_dim: columns of every table.
         dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added. DeepFM needs
-            exactly one hidden layer; wide_deep has no bottom MLP.
+            exactly one hidden layer.
         over_arch: outputs of the top MLP's hidden layers; a last layer of one output per label is added. DeepFM needs exactly one
             hidden layer.
         cross_layers, cross_rank: number and rank of the cross network's layers.
-        wide_buckets: for wide_deep, the largest number of weights per column in the linear model, which ids share modulo this
-            number; 0 for one weight per id, in TT form where [tables] says so.
     """
 
-    architecture: Literal["dlrm", "dcn", "deepfm", "wide_deep"] = "dlrm"
+    architecture: Literal["dlrm", "dcn", "deepfm"] = "dlrm"
     embedding_dim: PositiveInt = 16
     dense_arch: tuple[PositiveInt, ...] = (256, 128)
     over_arch: tuple[PositiveInt, ...] = (256, 128)
     cross_layers: PositiveInt = 3
     cross_rank: PositiveInt = 64
-    wide_buckets: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
-        if self.wide_buckets and self.architecture != "wide_deep":
-            raise UserError(f"model.wide_buckets is {self.wide_buckets}: give 0, or architecture wide_deep")
-        if not self.over_arch and self.architecture in ("dlrm", "dcn"):
+        if not self.over_arch and self.architecture != "deepfm":
             raise UserError(f"model.over_arch is empty: give at least one layer size, as {self.architecture} needs")
         for name in ("dense_arch", "over_arch"):
             if self.architecture == "deepfm" and len(getattr(self, name)) != 1:
@@ -148,11 +142,8 @@ class TrainingConfig:
         accumulation: parts of a batch that are computed one after the other, and whose gradients add up to a step. More than one
             turns off updates of cores in backward; dense tables are updated there with every part.
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
-        precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32. "float8"
-            is bfloat16 with 8-bit operands in the TT layers.
+        precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32.
         capture: on a GPU, whether steps are captured in a CUDA graph once their shapes have settled.
-        pipeline: on several processes, whether ids of the next batch are sent while one is trained (TorchRec's
-            TrainPipelineSparseDist), if tables are sharded and `accumulation` is 1.
         task_weights: weight of each label's loss in their mean, in the order of the data set's labels; empty for equal weights.
     """
 
@@ -167,9 +158,8 @@ class TrainingConfig:
     clip_grad_norm: PositiveFloat | None = None
     accumulation: PositiveInt = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["float32", "bfloat16", "float8"] = "float32"
+    precision: Literal["float32", "bfloat16"] = "float32"
     capture: bool = False
-    pipeline: bool = True
     task_weights: tuple[Annotated[float, Field(gt=0, lt=math.inf)], ...] = ()
 
     def __post_init__(self) -> None:

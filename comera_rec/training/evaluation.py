@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from comera_rec.data import BatchLoader, ParquetBatches
-from comera_rec.distributed import WORLD, Processes
+from comera_rec.distributed import WORLD
 from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics, OneClass, mean_of_tasks
 
 EXACT_ROWS = 5_000_000  # for more rows AUC is binned: the exact one sorts all rows, at about 50 bytes each
@@ -45,7 +45,6 @@ def evaluate(
     device: torch.device,
     *,
     between: Callable[[], object] | None = None,
-    processes: Processes = WORLD,
 ) -> dict[str, Any]:
     """Return AUC, NE, logloss and rows of a model over all batches of a split; with several processes, over the batches of all.
 
@@ -57,7 +56,7 @@ def evaluate(
         between: called between two batches; what it raises ends the evaluation.
     """
     kind = BinaryMetrics if batches.rows <= EXACT_ROWS else BinnedMetrics
-    metrics = {label.name: kind(processes) for label in batches.manifest.labels}
+    metrics = {label.name: kind() for label in batches.manifest.labels}
     training = model.training
     model.eval()
     try:
@@ -67,8 +66,8 @@ def evaluate(
                     between()
                 batch = batch.to(device)
                 rows = len(batch)
-                if processes.several:  # shares differ by a row, and processes exchange bags of equal batches
-                    batch = batch.padded(int(processes.max(rows)))
+                if WORLD.several:  # shares differ by a row, and processes exchange bags of equal batches
+                    batch = batch.padded(int(WORLD.max(rows)))
                 logits, labels = model(batch.dense, batch.sparse)[:rows], batch.labels[:rows].view(rows, -1)
                 weights = None if batch.weights is None else batch.weights[:rows]
                 for task, label_metrics in enumerate(metrics.values()):

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from comera_rec.distributed import Processes
 from comera_rec.nn import named_tt_modules
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import gather_tt_modules, total_params
@@ -96,9 +95,9 @@ def tell(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def fixed_ranks(module: nn.Module, processes: Processes) -> dict[str, Any]:
+def fixed_ranks(module: nn.Module) -> dict[str, Any]:
     """Return the log entry of a model whose ranks don't change; empty without TT modules. Each process calls this."""
-    summaries = gather_tt_modules(dict(named_tt_modules(module)), processes=processes)
+    summaries = gather_tt_modules(dict(named_tt_modules(module)))
     ranks = {name: list(summary.shape.ranks) for name, summary in summaries.items()}
     fixed = {"stage": "fixed", "objective": None, "params": total_params(summaries), "target_params": None, "ranks": ranks}
     return fixed if ranks else {}

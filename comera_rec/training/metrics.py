@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from comera_rec.distributed import WORLD, Processes
+from comera_rec.distributed import WORLD
 from data_pipeline.errors import UserError
 
 
@@ -29,8 +29,7 @@ class BinaryMetrics:
     It keeps 12 to 24 bytes per row on the device of the logits: AUC is the rank statistic itself, not one of binned scores.
     """
 
-    def __init__(self, processes: Processes = WORLD) -> None:
-        self._processes = processes
+    def __init__(self) -> None:
         self._rows = torch.empty(3, 0)
         self._num_rows = 0
 
@@ -64,7 +63,7 @@ class BinaryMetrics:
         """
         rows = self._rows[:, : self._num_rows]
         # float64: a mean of 10^8 float32 losses would cost digits that runs are compared by.
-        logits, labels, weights = (self._processes.concatenate(each).double() for each in rows)
+        logits, labels, weights = (WORLD.concatenate(each).double() for each in rows)
         _check_finite(int((~logits.isfinite()).sum()), logits.numel())
         loss = binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
         scores, score_of_row = logits.unique(return_inverse=True)
@@ -83,8 +82,7 @@ class BinnedMetrics:
 
     LIMIT, BINS = 32, 1 << 20
 
-    def __init__(self, processes: Processes = WORLD) -> None:
-        self._processes = processes
+    def __init__(self) -> None:
         self._by_bin = torch.zeros(2, self.BINS, dtype=torch.float64)  # weights of rows by label and bin
         self._sums = torch.zeros(3, dtype=torch.float64)  # of losses, of logits that are not finite, and of rows
 
@@ -99,7 +97,7 @@ class BinnedMetrics:
 
     def compute(self) -> dict[str, float | int]:
         """As `BinaryMetrics.compute`, and `auc_error`."""
-        by_bin, (loss, bad, rows) = self._processes.sum(self._by_bin), self._processes.sum(self._sums).tolist()
+        by_bin, (loss, bad, rows) = WORLD.sum(self._by_bin), WORLD.sum(self._sums).tolist()
         _check_finite(int(bad), int(rows))
         negatives, positives = by_bin
         metrics = _metrics(by_bin, loss, int(rows))

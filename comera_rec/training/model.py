@@ -22,7 +22,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from comera_rec.nn import replace_modules_
 from comera_rec.rank import rank_param_groups
-from comera_rec.recsys import build_deepfm, build_dlrm, build_wide_deep, wide_tables
+from comera_rec.recsys import build_deepfm, build_dlrm
 from comera_rec.training.config import OptimizerConfig, RunConfig
 from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
@@ -91,7 +91,7 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
     outputs = len(schema.labels)
     if config.tables.format == "off":
         return IntegersOnly(len(schema.dense), (*config.model.dense_arch, *config.model.over_arch), outputs)
-    dim, (tables, wide) = config.model.embedding_dim, table_configs(config, schema)
+    tables = table_configs(config, schema)
     linears = config.linears if config.linears.format == "tt" else None
     if config.model.architecture == "deepfm":
         (hidden,), (deep,) = config.model.dense_arch, config.model.over_arch
@@ -100,16 +100,10 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
             dense_in_features=len(schema.dense), hidden_layer_size=hidden, deep_fm_dimension=deep,
             outputs=outputs, linears=linears, device=device,
         )  # fmt: skip
-    if config.model.architecture == "wide_deep":
-        return build_wide_deep(
-            tables,
-            dense_in_features=len(schema.dense), deep_layer_sizes=config.model.over_arch,
-            wide=wide, buckets=config.model.wide_buckets, outputs=outputs, linears=linears, device=device,
-        )  # fmt: skip
     return build_dlrm(
         tables,
         dense_in_features=len(schema.dense),
-        dense_arch_layer_sizes=[*config.model.dense_arch, dim],
+        dense_arch_layer_sizes=[*config.model.dense_arch, config.model.embedding_dim],
         over_arch_layer_sizes=[*config.model.over_arch, outputs],
         linears=linears,
         cross_layers=config.model.cross_layers if config.model.architecture == "dcn" else 0,
@@ -118,20 +112,18 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
     )
 
 
-def table_configs(config: RunConfig, schema: Schema) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConfig]]:
-    """Return configs of a model's embedding tables, and of its linear part's tables if it has one, compressed as configured.
+def table_configs(config: RunConfig, schema: Schema) -> list[EmbeddingBagConfig]:
+    """Return configs of a model's tables, compressed as configured.
 
     Tables are named after their columns, percent-encoded where torch would refuse the name of a submodule: `a.b` is `a%2Eb`.
     """
-    tables, wide = _dense_table_configs(config, schema)
+    tables = _dense_table_configs(config, schema)
     if config.tables.format == "tt":
-        config.tables.require_tables([table.name for table in (*tables, *wide)])
-        if wide and not config.model.wide_buckets:
-            wide = config.tables.table_configs(wide)
+        config.tables.require_tables([table.name for table in tables])
         tables = config.tables.table_configs(tables)
-    for table in (*tables, *wide):
+    for table in tables:
         table.name = _submodule_name(table.name)
-    return tables, wide
+    return tables
 
 
 def _submodule_name(name: str) -> str:
@@ -142,24 +134,18 @@ def _submodule_name(name: str) -> str:
 
 def with_reachable_compression(config: RunConfig, schema: Schema) -> RunConfig:
     """Lower `tables.compression` to what the tables of a small data set can reach, even if ranks are 1."""
-    tables, wide = _dense_table_configs(config, schema)
-    compressed = [tables, wide] if wide and not config.model.wide_buckets else [tables]
-    most = min(map(config.tables.most_compression, compressed))
+    most = config.tables.most_compression(_dense_table_configs(config, schema))
     if config.tables.format != "tt" or not 1 < most < (config.tables.compression or 1):
         return config
     return replace(config, tables=replace(config.tables, compression=most))
 
 
-def _dense_table_configs(config: RunConfig, schema: Schema) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConfig]]:
+def _dense_table_configs(config: RunConfig, schema: Schema) -> list[EmbeddingBagConfig]:
     dim = config.model.embedding_dim
-    tables = [
+    return [
         EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, embedding_dim=dim, feature_names=[name])
         for name, num_embeddings in schema.sparse.items()
     ]
-    wide = []
-    if config.model.architecture == "wide_deep":
-        wide = wide_tables(tables, config.model.wide_buckets, outputs=len(schema.labels))
-    return tables, wide
 
 
 def materialize_(model: nn.Module, device: torch.device) -> nn.Module:

@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.keyed import KeyedOptimizer
 
-from comera_rec.distributed import Processes, launcher_number
+from comera_rec.distributed import WORLD, launcher_number
 from comera_rec.nn import named_tt_modules
 from comera_rec.rank.tt_modules import gather_tt_modules
 from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
@@ -47,7 +47,6 @@ def place(
     config: RunConfig,
     schema: Schema,
     model: nn.Module | None,
-    processes: Processes,
     device: torch.device,
     batch_size: int,
     start: StartingVectors | None = None,
@@ -64,15 +63,15 @@ def place(
         PlannerError: naming a table and what would make it fit, if the tables don't fit.
     """
     lr = config.optimizer.lr_tables
-    if processes.several and model is not None:
+    if WORLD.several and model is not None:
         raise UserError("a given model trains on one process only: save it there, then resume from its folder on several")
     # On the meta device at first: so initial values don't depend on the number of processes, and dense tables, which may be too
     # large for one process, are made in shards on the processes that keep them.
     whole = materialize_(build_model(config, schema, device="meta"), device) if model is None else model.to(device)
     if start:
         start.set_tt_tables_(whole)
-    if processes.several:
-        sharded = _shard(whole, processes, device, batch_size, lr)
+    if WORLD.several:
+        sharded = _shard(whole, device, batch_size, lr)
         placed = Placed(model=sharded, module=sharded.module, table_optimizers=[sharded.fused_optimizer])
     else:
         placed = Placed(model=whole, module=whole, table_optimizers=fuse_dense_tables_(whole, lr, device))
@@ -81,20 +80,18 @@ def place(
     return placed
 
 
-def whole_model(config: RunConfig, schema: Schema, module: nn.Module, processes: Processes) -> nn.Module:
+def whole_model(config: RunConfig, schema: Schema, module: nn.Module) -> nn.Module:
     """Return the unsharded model at the present ranks of `module`: on the meta device or, on one process, `module` itself."""
-    if not processes.several:
+    if not WORLD.several:
         return module
     whole = build_model(config, schema, device="meta")
-    summaries = gather_tt_modules(dict(named_tt_modules(module)), processes=processes)
+    summaries = gather_tt_modules(dict(named_tt_modules(module)))
     for name, part in named_tt_modules(whole):
         part.resize_ranks_(summaries[name].shape.ranks)
     return whole
 
 
-def _shard(
-    model: nn.Module, processes: Processes, device: torch.device, batch_size: int, lr_tables: float
-) -> DistributedModelParallel:
+def _shard(model: nn.Module, device: torch.device, batch_size: int, lr_tables: float) -> DistributedModelParallel:
     """Shard the tables of a model that is the same on every process by plan, and replicate the rest.
 
     TT tables go where `TTShardingPlanner` estimates them cheapest. Dense tables are updated in backward by row-wise Adagrad, each
@@ -110,11 +107,11 @@ def _shard(
         if isinstance(module, EmbeddingBagCollection)
         for config in module.embedding_bag_configs()
     }
-    local_world_size = min(launcher_number("LOCAL_WORLD_SIZE", processes.size), processes.size)
-    topology = Topology(processes.size, device.type, local_world_size=local_world_size, **_room(device, local_world_size))
+    local_world_size = min(launcher_number("LOCAL_WORLD_SIZE", WORLD.size), WORLD.size)
+    topology = Topology(WORLD.size, device.type, local_world_size=local_world_size, **_room(device, local_world_size))
     planner = TTShardingPlanner(topology, batch_size, constraints=constraints)
-    plan = processes.on_first(lambda: planner.plan(model, sharders))
-    env = ShardingEnv.from_process_group(processes.require_group())
+    plan = WORLD.on_first(lambda: planner.plan(model, sharders))
+    env = ShardingEnv.from_process_group(WORLD.require_group())
     return DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=sharders)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import nn
 
-from comera_rec.distributed import Processes
+from comera_rec.distributed import WORLD
 from comera_rec.training.checkpoint import Checkpoint, checkpoint_at, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model
@@ -26,7 +26,7 @@ _FREE_DATA = ("path", "prefetch", "eval_batch_size")
 _FIXED_TRAINING = ("accumulation",)  # decides which rows are read together
 
 
-def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes: Processes) -> int:
+def require_fit(config: RunConfig, schema: Schema, manifest: Manifest) -> int:
     """Return the number of equal parts that a batch is divided into, by processes and accumulation.
 
     Raises:
@@ -52,11 +52,11 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes
             f"training.task_weights has {len(training.task_weights)} numbers and {data.path} the labels "
             f"{', '.join(schema.labels)}: give one for each"
         )
-    parts = processes.size * training.accumulation
+    parts = WORLD.size * training.accumulation
     if data.batch_size % parts:
         in_parts = f" in {training.accumulation} parts each" if training.accumulation > 1 else ""
         raise UserError(
-            f"data.batch_size is {data.batch_size}, which {processes.size} processes can't share "
+            f"data.batch_size is {data.batch_size}, which {WORLD.size} processes can't share "
             f"equally{in_parts}: give a multiple of {parts}"
         )
     return parts

@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from comera_rec.data import Batch
-from comera_rec.distributed import WORLD, Processes
+from comera_rec.distributed import WORLD
 from comera_rec.rank import RankScheduler
 from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.capture import CapturedUpdate, CudaRecorder
 from comera_rec.training.config import OptimizerConfig, RunConfig
-from comera_rec.training.pipeline import IdsSentAhead, has_sharded_tables
 from comera_rec.training.placement import Placed
 
 
@@ -26,7 +25,6 @@ class TrainingStep:
 
     Attributes:
         update: parts of a batch -> their mean loss; changes the model. On a GPU a CUDA graph, if asked for (`training.capture`).
-        pipeline: sends the ids of sharded tables ahead, if a step has one part (`training.pipeline`); None otherwise.
     """
 
     def __init__(
@@ -36,24 +34,20 @@ class TrainingStep:
         optimizer: Optimizer,
         scheduler: RankScheduler | None,
         *,
-        processes: Processes,
         device: torch.device,
         total_steps: int,
     ) -> None:
         training = config.training
         self._placed, self._optimizer, self._scheduler = placed, optimizer, scheduler
-        self._processes, self._device = processes, device
+        self._device = device
         self._accumulation, self._precision, self._max_norm = training.accumulation, training.precision, training.clip_grad_norm
         self._schedule, self._total_steps = config.optimizer, total_steps
         self._rates = [(group, group["lr"]) for each in (optimizer, *placed.table_optimizers) for group in each.param_groups]
-        self._gradient_shares = {} if self._max_norm is None else gradient_shares(placed.module, processes)
+        self._gradient_shares = {} if self._max_norm is None else gradient_shares(placed.module)
         self._task_weights = None  # with mean 1, so that the price of ranks doesn't depend on their sum
         if training.task_weights:
             task_weights = torch.tensor(training.task_weights, device=device)
             self._task_weights = task_weights / task_weights.mean()
-        self.pipeline = None
-        if training.pipeline and training.accumulation == 1 and has_sharded_tables(placed.model):
-            self.pipeline = IdsSentAhead(placed.model, device)
         self.update: Callable[[list[Batch]], Tensor] = self._update
         if training.capture and device.type == "cuda":
             self.update = CapturedUpdate(self._update, optimizer, CudaRecorder(device))
@@ -63,11 +57,7 @@ class TrainingStep:
     def __call__(self, number: int, batches: Iterator[Batch]) -> Tensor:
         """Take a step; return the task loss, the mean over its parts, which stays on the device."""
         self._set_rates(number)
-        if self.pipeline is not None:
-            parts = [self.pipeline.take(batches)]
-        else:
-            parts = [next(batches).to(self._device, non_blocking=True) for _ in range(self._accumulation)]
-        loss = self.update(parts)
+        loss = self.update([next(batches).to(self._device, non_blocking=True) for _ in range(self._accumulation)])
         if self._scheduler is not None and self._scheduler.step():
             self.model_has_changed()
         return loss
@@ -82,7 +72,7 @@ class TrainingStep:
             objective = self._scheduler.loss(loss, accumulation=len(parts)) if self._scheduler else loss / len(parts)
             objective.backward()
         if self._max_norm is not None:
-            clip_gradients_(self._placed.module, self._max_norm, self._gradient_shares, self._processes)
+            clip_gradients_(self._placed.module, self._max_norm, self._gradient_shares)
         self._optimizer.step()
         return torch.stack(losses).mean()
 
@@ -97,14 +87,8 @@ class TrainingStep:
             losses_BL = losses_BL * batch.weights.unsqueeze(1)
         return losses_BL.mean()
 
-    def pause(self) -> None:
-        """Allow the model to be called outside of a step, or to be changed, before the next step."""
-        if self.pipeline is not None:
-            self.pipeline.pause()
-
     def model_has_changed(self) -> None:
         """Average gradients of replicas, and capture graphs, for the present sizes; call it after ranks have changed."""
-        self.pause()
         if isinstance(self._placed.model, DistributedModelParallel):
             rewrap_data_parallel_(self._placed.model)
         if isinstance(self.update, CapturedUpdate):
@@ -137,18 +121,18 @@ def rate_factor(schedule: OptimizerConfig, number: int, total_steps: int) -> flo
     return max(0.0, min(1.0, number / (schedule.warmup_steps + 1), end))
 
 
-def gradient_shares(module: nn.Module, processes: Processes = WORLD) -> dict[str, float]:
+def gradient_shares(module: nn.Module) -> dict[str, float]:
     """Return what a parameter's gradient on this process counts in the norm of all: a replica's less, a shard's as a whole.
 
     Args:
         module: the model without wrappers, so that names are those of an unsharded model.
     """
     divided = {name for name, value in module.state_dict().items() if isinstance(value, DTensor)}
-    counts = processes.count(dict(module.named_parameters()))
+    counts = WORLD.count(dict(module.named_parameters()))
     return {name: 1.0 if name in divided else 1.0 / count for name, count in counts.items()}
 
 
-def clip_gradients_(module: nn.Module, max_norm: float, shares: dict[str, float], processes: Processes = WORLD) -> None:
+def clip_gradients_(module: nn.Module, max_norm: float, shares: dict[str, float]) -> None:
     """Scale all gradients of all processes down by one factor, so that their norm together is at most `max_norm`.
 
     Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
@@ -156,6 +140,6 @@ def clip_gradients_(module: nn.Module, max_norm: float, shares: dict[str, float]
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     device = next(module.parameters()).device
     norms = torch.stack([torch.zeros((), device=device), *torch._foreach_norm(list(gradients.values()))])
-    norm = processes.sum(norms.square() @ norms.new_tensor([0.0, *(shares[name] for name in gradients)])).sqrt()
+    norm = WORLD.sum(norms.square() @ norms.new_tensor([0.0, *(shares[name] for name in gradients)])).sqrt()
     if gradients:
         torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera_rec.distributed import WORLD, Processes
+from comera_rec.distributed import WORLD
 
 
 class Interrupted(Exception):
@@ -30,8 +30,7 @@ class StopSignals:
     With several processes, each calls the same methods at the same step.
     """
 
-    def __init__(self, processes: Processes = WORLD) -> None:
-        self._processes = processes
+    def __init__(self) -> None:
         self._received = 0
         self._pending: Callable[[], Tensor] | None = None
 
@@ -51,15 +50,15 @@ class StopSignals:
 
         With several processes, these are the reports of the step before, so that no step waits for the other processes.
         """
-        if not self._processes.several:
+        if not WORLD.several:
             return self._received, failed
-        previous, self._pending = self._pending, self._processes.start_max(torch.tensor([self._received, failed]))
+        previous, self._pending = self._pending, WORLD.start_max(torch.tensor([self._received, failed]))
         number, failures = previous().tolist() if previous is not None else (0, 0)
         return number, bool(failures)
 
     def now(self) -> int:
         """Wait for the other processes, and return the signal to stop for, or 0."""
-        return int(self._processes.max(self._received))
+        return int(WORLD.max(self._received))
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number

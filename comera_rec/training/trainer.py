@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from comera_rec.convert import compression_report
 from comera_rec.data import Batch, BatchLoader, ParquetBatches
-from comera_rec.distributed import WORLD, Processes, join_launched
-from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_, use_float8_
+from comera_rec.distributed import WORLD, join_launched
+from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import bytes_outside
 from comera_rec.recsys import TTEmbeddingBagCollection
@@ -62,22 +62,20 @@ class Trainer:
         model: the model to start from instead of a new one, on one process only; its sizes are the config's, its ranks may differ.
 
     Raises:
-        ValueError: for data that does not fit, a batch that can't be shared equally, or float8 without layers or a device for it
-            (`use_float8_`).
+        ValueError: for data that does not fit, or a batch that can't be shared equally.
     """
 
-    def __init__(self, config: RunConfig, model: nn.Module | None = None, *, processes: Processes = WORLD) -> None:
+    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
         self.config = config
         self.folder = Path(config.output)
         self.checkpoints = self.folder / CHECKPOINTS
         self.device = device_of(config.training.device)
         join_launched(self.device)
-        self.processes = processes
         keep_freed_memory()
         self.memory = PeakMemory(self.device)
         self.manifest = read_manifest(config.data.path)
         self.schema = Schema.from_manifest(self.manifest)
-        parts = require_fit(config, self.schema, self.manifest, processes)
+        parts = require_fit(config, self.schema, self.manifest)
         self.part_size = config.data.batch_size // parts  # rows per forward pass of this process
         self.loader = BatchLoader(
             self._batches("train", shuffle=True), prefetch=config.data.prefetch, pin_memory=self.device.type == "cuda"
@@ -87,34 +85,30 @@ class Trainer:
         torch.manual_seed(config.seed)
         is_new = model is None and latest_checkpoint(self.checkpoints) is None
         start = StartingVectors(self.manifest, Path(config.data.path)) if is_new and config.tables.start == "vectors" else None
-        placed = place(config, self.schema, model, processes, self.device, self.part_size, start)
+        placed = place(config, self.schema, model, self.device, self.part_size, start)
         self.model, self.module = placed.model, placed.module
-        if config.training.precision == "float8":
-            use_float8_(self.module)
         self.optimizer = build_optimizer(self.module, config.optimizer)
         if self._updates_in_backward():
             update_in_backward_(self.module, self.optimizer)
         # Where torch's threads take all cores, another thread costs more than it saves.
-        if self.device.type == "cpu" and not processes.several and torch.get_num_threads() < available_cores():
+        if self.device.type == "cpu" and not WORLD.several and torch.get_num_threads() < available_cores():
             self.loader.prepare = self._plan_ahead
         self.scheduler = None
         if config.ranks:
-            whole = whole_model(config, self.schema, self.module, processes)
+            whole = whole_model(config, self.schema, self.module)
             other_bytes = bytes_outside(whole, [module for _, module in named_tt_modules(whole)])
-            self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes, processes=processes)
+            self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes)
         self.state = TrainingState(self.module, self.optimizer, placed.table_optimizers)
-        self.step = TrainingStep(
-            config, placed, self.optimizer, self.scheduler, processes=processes, device=self.device, total_steps=self.total_steps
-        )
+        self.step = TrainingStep(config, placed, self.optimizer, self.scheduler, device=self.device, total_steps=self.total_steps)
         self.writer = CheckpointWriter(
-            self.checkpoints, keep=config.training.keep_checkpoints, processes=processes,
+            self.checkpoints, keep=config.training.keep_checkpoints,
             asynchronous=config.checkpoints.asynchronous,
         )  # fmt: skip
         self.steps = self.history_written = 0
         self.evaluated = 0  # the step of the last evaluation on the validation split
         self.best = BestSoFar()
         self.log: MetricsLog | None = None  # on process 0, while it trains
-        self.signals = StopSignals(processes)
+        self.signals = StopSignals()
         self.step_ms: list[float] = []
         self.first_step_ms = float("nan")
         return_freed_memory()
@@ -132,7 +126,7 @@ class Trainer:
                 module.plan_ahead(batch.sparse)
 
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
-        data, process_rank, world_size = self.config.data, self.processes.process_rank, self.processes.size
+        data, process_rank, world_size = self.config.data, WORLD.process_rank, WORLD.size
         if shuffle:
             readers = math.lcm(world_size, math.gcd(_READERS, self.part_size * world_size))
             return ParquetBatches(
@@ -160,13 +154,13 @@ class Trainer:
         self.writer.save(self.steps, record, self.state.tensors(), kept_step=kept_step)
 
     def _write_config(self) -> None:
-        self.processes.on_first(lambda: _write_json(self.folder / "config.json", self.config.to_dict()))
+        WORLD.on_first(lambda: _write_json(self.folder / "config.json", self.config.to_dict()))
 
     def _resume(self) -> None:
-        path = self.processes.on_first(lambda: latest_checkpoint(self.checkpoints))
+        path = WORLD.on_first(lambda: latest_checkpoint(self.checkpoints))
         if path is None:
             return
-        checkpoint = open_checkpoint(path, self.processes)
+        checkpoint = open_checkpoint(path)
         record = checkpoint.record
         require_same_run(self.config, self.schema, self.manifest, record)
         if record["step"]:  # the first checkpoint of a compressed dense run has seen no batch
@@ -198,21 +192,21 @@ class Trainer:
         """
         path = self.folder / "result.json"
         self._resume()
-        if self.processes.any(self._unfinished() or not path.exists()):
+        if WORLD.any(self._unfinished() or not path.exists()):
             self._write_config()
-            self.processes.on_first(self._open_log)
+            WORLD.on_first(self._open_log)
             try:
                 with self.signals, self.writer:
                     self._run()
                     self.writer.wait()
                     result = self._result()
-                self.processes.on_first(lambda: _write_json(path, result))
+                WORLD.on_first(lambda: _write_json(path, result))
             finally:
                 if self.log:
                     self.log.close()
         else:
-            self.processes.on_first(lambda: tell(f"{self.folder.name}: finished already, after {self.steps:,} steps"))
-        return self.processes.on_first(lambda: dict(json.loads(path.read_text())))
+            WORLD.on_first(lambda: tell(f"{self.folder.name}: finished already, after {self.steps:,} steps"))
+        return WORLD.on_first(lambda: dict(json.loads(path.read_text())))
 
     def _open_log(self) -> None:
         (self.folder / "result.json").unlink(missing_ok=True)  # left by a run of fewer steps
@@ -230,7 +224,7 @@ class Trainer:
         if self.steps and self._evaluation_is_due():  # the evaluation was interrupted
             self._validate()
             self.save()
-        progress = Progress(self.folder.name, self.steps, self.total_steps, shown=self.processes.is_first)
+        progress = Progress(self.folder.name, self.steps, self.total_steps, shown=WORLD.is_first)
         losses: list[Tensor] = []
         interval_start = time.perf_counter()
         with progress, contextlib.closing(iter(self.loader)) as batches:
@@ -272,7 +266,7 @@ class Trainer:
         return loss
 
     def _checked_mean(self, losses: list[Tensor]) -> float:
-        stacked = self.processes.mean(torch.stack(losses)).cpu()
+        stacked = WORLD.mean(torch.stack(losses)).cpu()
         bad = (~stacked.isfinite()).nonzero().flatten()
         if bad.numel():
             step = self.steps - len(losses) + int(bad[0]) + 1
@@ -280,7 +274,7 @@ class Trainer:
         return float(stacked.mean())
 
     def _require_finite_weights(self) -> None:
-        if self.processes.any(not self.state.is_finite()):
+        if WORLD.any(not self.state.is_finite()):
             raise self._diverged(f"weights or their optimizer's state are not finite at step {self.steps}")
 
     def _diverged(self, problem: str) -> Diverged:
@@ -303,7 +297,7 @@ class Trainer:
             for entry in self.scheduler.history[self.history_written :]:
                 self._log("ranks", **{key: value for key, value in entry.items() if key != "loss"})
             self.history_written = len(self.scheduler.history)
-        elif self.steps == 0 and (ranks := fixed_ranks(self.module, self.processes)):
+        elif self.steps == 0 and (ranks := fixed_ranks(self.module)):
             self._log("ranks", **ranks)
 
     def _log(self, kind: str, **values: Any) -> None:
@@ -330,9 +324,8 @@ class Trainer:
         return counts and self.best.observe(self.steps, metrics["ne"])
 
     def _evaluate(self, split: str) -> dict[str, Any]:
-        self.step.pause()
         batches = self._batches(split, shuffle=False)
-        metrics = evaluate(self.model, batches, self.device, between=self._stop_if_asked, processes=self.processes)
+        metrics = evaluate(self.model, batches, self.device, between=self._stop_if_asked)
         self._log("eval", split=split, **metrics)
         return metrics
 
@@ -341,18 +334,18 @@ class Trainer:
             raise Interrupted(stopping, self.steps)
 
     def _result(self) -> dict[str, Any]:
-        peak = self.processes.max(self.memory.highest)
-        if self.scheduler and self.processes.is_first and (problem := off_target(self.scheduler)):
+        peak = WORLD.max(self.memory.highest)
+        if self.scheduler and WORLD.is_first and (problem := off_target(self.scheduler)):
             tell(problem)
         best = self.best.step if self.config.training.keep_best else None
         if best not in (None, self.steps):
-            kept = self.processes.on_first(lambda: checkpoint_at(self.checkpoints, best))
+            kept = WORLD.on_first(lambda: checkpoint_at(self.checkpoints, best))
             assert kept is not None
-            self.state.load(open_checkpoint(kept, self.processes))
+            self.state.load(open_checkpoint(kept))
             self.step.model_has_changed()
         split = next(name for name in ("test", "val", "train") if self._rows(name))
         metrics = self._evaluate(split)
-        whole = whole_model(self.config, self.schema, self.module, self.processes)
+        whole = whole_model(self.config, self.schema, self.module)
         step_ms = statistics.median(self.step_ms or [float("nan")])
         return {
             "name": self.folder.name,
@@ -365,7 +358,7 @@ class Trainer:
             "rows_per_s": 1e3 * self.config.data.batch_size / step_ms,
             "peak_mib": peak,
             **compression_report(whole).to_dict(),
-            "processes": self.processes.size,
+            "processes": WORLD.size,
             "seed": self.config.seed,
             "device": name_of(self.device),
             "versions": {name: version(name) for name in ("comera-rec", "torch", "torchrec")}

@@ -6,7 +6,7 @@ Shapes: core k is (r_{k-1}, m_k, n_k, r_k); r_0 = r_d = 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -51,19 +51,18 @@ def scaled_cores(cores: Sequence[Tensor], diagonals: Sequence[Tensor | None]) ->
     return scaled
 
 
-def contract(cores: Sequence[Tensor], matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:
+def contract(cores: Sequence[Tensor]) -> Tensor:
     """Contract neighboring cores into one of shape (r_first, m_1...m_d, n_1...n_d, r_last).
 
     Args:
         cores: core k is (r_{k-1}, m_k, n_k, r_k), with any rank parameters already multiplied in.
-        matmul: the product of two matrices to use.
     """
     result = cores[0]
     for core in cores[1:]:
         r0, m, n, r1 = result.shape
         _, m2, n2, r2 = core.shape
         # A plain matrix product, because autocast knows matmul but not tensordot.
-        joined = matmul(result.reshape(r0 * m * n, r1), core.reshape(r1, m2 * n2 * r2))
+        joined = result.reshape(r0 * m * n, r1) @ core.reshape(r1, m2 * n2 * r2)
         if n > 1 and m2 > 1:
             joined = joined.reshape(r0, m, n, m2, n2, r2).transpose(2, 3)
         result = joined.reshape(r0, m * m2, n * n2, r2)

@@ -68,14 +68,6 @@ def test_the_model_itself_may_be_a_tt_module() -> None:
     torch.testing.assert_close(dense(x), layer(x))
 
 
-def test_a_truncated_away_table_is_zeros(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
-    model = dlrm()
-    bag = model.sparse_arch.embedding_bag_collection.tt_bag("t1")  # type: ignore[union-attr, operator]
-    bag.resize_ranks_((0, 0))
-    inputs = torch.randn(9, 5), random_jagged({"f1": 401, "f2": 30}, 9)
-    torch.testing.assert_close(export_dense(model)(*inputs), model(*inputs), rtol=0, atol=1e-5)
-
-
 def test_fused_dense_tables_are_also_exported(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = dlrm()
     collection = model.sparse_arch.embedding_bag_collection  # type: ignore[union-attr]

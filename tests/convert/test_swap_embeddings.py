@@ -54,16 +54,6 @@ def test_layers_that_do_not_share_their_weight_are_swapped(caplog: pytest.LogCap
         model.words(torch.tensor([400]))
 
 
-def test_hooks_stay_and_computed_weights_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict({"words": nn.Embedding(400, 16), "normed": nn.utils.spectral_norm(nn.Embedding(400, 16))})
-    model["words"].register_forward_hook(lambda module, inputs, output: output * 0)
-    with caplog.at_level(logging.INFO):
-        cr.compress_(model, tables=CONFIG)
-    assert [type(layer) for layer in model.values()] == [cr.TTEmbedding, nn.Embedding]
-    assert "normed: 400 x 16, stays dense: its weight is computed" in caplog.text
-    assert not model["words"](torch.tensor([3])).any()
-
-
 def test_the_padding_row_is_zero_and_learns_nothing() -> None:
     model = nn.Sequential(nn.Embedding(400, 16, padding_idx=7))
     torch.manual_seed(0)
@@ -111,5 +101,3 @@ def test_a_single_layer_filters_and_mistakes() -> None:
     ):
         with pytest.raises(ValueError, match=f"no table was compressed{reason}"):
             cr.compress_(nothing, tables=CONFIG)
-    with pytest.raises(ValueError, match="init is 'zeros'"):
-        cr.compress_(Model(), tables=CONFIG, init="zeros")

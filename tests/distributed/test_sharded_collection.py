@@ -17,7 +17,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 
 import comera_rec as cr
@@ -249,35 +248,6 @@ def test_losses_gradients_and_parameters_are_those_of_one_process(world: int, ca
         shards = [torch.cat(parts, dim=1)] if parts[0].shape != value.shape else parts
         for shard in shards:
             torch.testing.assert_close(shard, value, atol=1e-5, rtol=1e-6, msg=lambda error, name=name: f"{name}: {error}")
-
-
-def train_in_pipeline(rank: int, case: Case) -> list[Tensor]:
-    """Logits of three steps in TorchRec's pipeline, which sends the next batch's ids during the current step."""
-    model = sharded(case)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
-    batches = iter([share(step, rank, case) for step in range(3)])
-    return [pipeline.progress(batches).detach() for _ in range(3)]
-
-
-def train_in_turn(rank: int, case: Case) -> list[Tensor]:
-    model = sharded(case)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    outputs = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss, logits = model(share(step, rank, case))
-        loss.backward()
-        optimizer.step()
-        outputs.append(logits.detach())
-    return outputs
-
-
-def test_torchrecs_pipeline_trains_alike() -> None:
-    case = Case(("row_wise", "table_wise", "data_parallel"))
-    for pipelined, in_turn in zip(run(2, train_in_pipeline, case), run(2, train_in_turn, case), strict=True):
-        for step in range(3):
-            assert torch.equal(pipelined[step], in_turn[step])
 
 
 def save(rank: int, case: Case, folder: str) -> Tensor:

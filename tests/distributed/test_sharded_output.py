@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.shard import shard
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
@@ -88,21 +84,9 @@ def test_torchrecs_composable_sharding_keeps_names_and_their_order(kind: str) ->
     run(2, names_and_order, kind)
 
 
-def train_sharded(rank: int, kind: str) -> dict[str, Tensor]:
-    sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder()]
-    constraints = {"products": ParameterConstraints(sharding_types=[kind])}
-    planner = cr.TTShardingPlanner(Topology(world_size=2, compute_device="cpu"), batch_size=SAMPLES, constraints=constraints)
-    model: nn.Module = Model()
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    return train(DistributedModelParallel(model, plan=plan, sharders=sharders), [rank])
-
-
-@pytest.mark.parametrize(
-    ("kind", "trained"),
-    [("data_parallel", train_sharded), ("row_wise", train_sharded), *((kind, train_by_hand) for kind in BY_HAND)],
-)
-def test_gradients_are_those_of_one_process(kind: str, trained: Callable[[int, str], dict[str, Tensor]]) -> None:
-    expected, results = train(Model(), [0, 1]), run(2, trained, kind)
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_gradients_are_those_of_one_process(kind: str) -> None:
+    expected, results = train(Model(), [0, 1]), run(2, train_by_hand, kind)
     for name, value in expected.items():
         parts = [result[name] for result in results if name in result]
         for part in parts if parts[0].shape == value.shape else [torch.cat(parts, dim=1)]:

@@ -65,6 +65,7 @@ def test_classification_learns(form: str, sentences: list[str], tmp_path: Path, 
         f"output={tmp_path / 'run'}",
         f"tokens.format={form}",
         f"linears.format={form}",
+        "seed=1",
     ]
     status, out, err = run(classify_text.classify, *arguments)
     assert (status, err) == (0, ""), "no progress bar in a pipe"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -75,18 +74,18 @@ def test_policy_auto_leaves_layers_that_would_not_get_smaller_and_faster() -> No
     larger = LinearCompression(tt_ranks=(200,)).decide(256, 256)
     assert larger.shape is None
     assert larger.reason.startswith("stays dense: ranks (200,), not smaller, predicted ")
-    assert LinearCompression(tt_ranks=200, order=2, policy="always").shape_for(256, 256) is not None
+    assert LinearCompression(tt_ranks=200, order=2, policy="always").decide(256, 256).shape is not None
     # Fewer parameters, but the middle rank needs about as many multiply-adds as the dense layer.
     slower = LinearCompression(tt_ranks=(32, 500, 32)).decide(1024, 1024)
     assert slower.shape is None
     assert re.fullmatch(r"stays dense: ranks .*, 1.0x smaller, predicted .* at batch 4096, less than 1.2x", slower.reason)
     # The same middle rank is no obstacle if the input can be contracted past it, at the small ranks beside it.
-    assert LinearCompression(tt_ranks=(4, 500, 4)).shape_for(1024, 1024) is not None
+    assert LinearCompression(tt_ranks=(4, 500, 4)).decide(1024, 1024).shape is not None
 
 
 def test_policy_auto_decides_for_the_batch() -> None:
-    assert LinearCompression(tt_ranks=16, batch=4096).shape_for(256, 256) is not None
-    assert LinearCompression(tt_ranks=16, batch=8).shape_for(256, 256) is None
+    assert LinearCompression(tt_ranks=16, batch=4096).decide(256, 256).shape is not None
+    assert LinearCompression(tt_ranks=16, batch=8).decide(256, 256).shape is None
 
 
 def test_the_decision_for_each_layer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +99,7 @@ def test_the_decision_for_each_layer_is_logged(caplog: pytest.LogCaptureFixture)
 
 def test_compression_is_reached() -> None:
     for target in (2.0, 10.0, 50.0):
-        shape = LinearCompression(compression=target).shape_for(512, 384)
+        shape = LinearCompression(compression=target).decide(512, 384).shape
         assert shape is not None
         assert target <= 512 * 384 / shape.num_params <= 1.2 * target
 
@@ -140,41 +139,6 @@ def test_bert_of_transformers_is_compressed_throughout() -> None:
             torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
     actual.pooler_output.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def bert() -> nn.Module:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 100}
-    return BertModel(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
-
-
-def torch_encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-
-
-@pytest.mark.parametrize(
-    ("make", "x"), [(bert, torch.arange(21).view(3, 7)), (torch_encoder, torch.randn(3, 7, 128))], ids=["BERT", "torch's encoder"]
-)
-def test_compressed_transformers_and_their_dense_exports_train_alike(make: Callable[[], nn.Module], x: torch.Tensor) -> None:
-    model = compress_(make(), linears=LinearCompression(tt_ranks=6, order=6, policy="always"))
-    dense = export_dense(model)
-    assert tt_names(model)
-    assert not tt_names(dense)
-    outputs = [getattr(out, "last_hidden_state", out) for out in (model(x), dense(x))]
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
-    upstream = torch.randn_like(outputs[0])
-    for output in outputs:
-        output.backward(upstream)
-    gradients = [{name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (model, dense)]
-    for each, reached in zip((model, dense), gradients, strict=True):
-        unreached = {name for name, _ in each.named_parameters()} - reached.keys()
-        assert all(name.startswith("pooler.") for name in unreached), "only BERT's pooler comes after the compared output"
-    shared = gradients[0].keys() & gradients[1].keys()  # biases, norms, embeddings: all but the linear layers' weights
-    assert {name.rpartition(".")[2] for name in gradients[1].keys() - shared} == {"weight"}
-    torch.testing.assert_close(
-        {name: gradients[0][name] for name in shared}, {name: gradients[1][name] for name in shared}, rtol=1e-3, atol=1e-3
-    )
-    assert all(gradient.abs().sum() > 0 for name, gradient in gradients[0].items() if "core_" in name)
 
 
 @pytest.mark.parametrize("init", ["random", "tt_svd"])
@@ -319,14 +283,6 @@ def test_hooks_stay_and_computed_weights_stay_dense(caplog: pytest.LogCaptureFix
     doubled = model[0](x)
     handle.remove()
     torch.testing.assert_close(model[0](x), doubled / 2)
-
-
-@pytest.mark.parametrize("filter_fn", [None, lambda module, name: False])
-def test_nothing_matched_is_an_error(filter_fn: object) -> None:
-    model = nn.Sequential(nn.Linear(16, 16)) if filter_fn is None else Tower()
-    with pytest.raises(ValueError, match="no linear layer was compressed"):
-        compress_(model, linears=LinearCompression(), filter_fn=filter_fn)  # type: ignore[arg-type]
-    assert tt_names(model) == []
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from comera_rec import (
     LinearCompression,
-    RankConfig,
-    RankScheduler,
     TTEmbedding,
-    TTLinear,
     TTShape,
+    compress_,
     compression_report,
     export_dense,
 )
@@ -28,13 +26,15 @@ from comera_rec.nn import (
     TransformerConfig,
     TransformerEncoder,
     dense_embedding,
-    linear_factory,
-    named_tt_modules,
 )
 
 SMALL = TransformerConfig(vocab_size=90, embed_dim=16, num_layers=2, num_heads=4, ff_dim=24, max_length=10)
-tt_linear = partial(TTLinear, tt_ranks=3)
 tt_embedding = partial(TTEmbedding, shape=TTShape((6, 5, 4), (2, 2, 4), 5), std=0.02)
+
+
+def tt(model: nn.Module) -> nn.Module:
+    """Compress all linear layers of a model."""
+    return compress_(model, linears=LinearCompression(tt_ranks=3, min_features=1, policy="always"))
 
 
 def masks() -> dict[str, Tensor | None]:
@@ -99,7 +99,7 @@ def test_dropout_drops_only_in_training() -> None:
 
 
 def test_padding_does_not_affect_other_positions_and_all_padding_is_finite() -> None:
-    attention = MultiheadAttention(16, 4, linear=tt_linear)
+    attention = tt(MultiheadAttention(16, 4))
     x_BLD = torch.randn(3, 7, 16, requires_grad=True)
     mask = torch.arange(7) >= torch.tensor([[7], [4], [0]])
     actual = attention(x_BLD, key_padding_mask=mask)
@@ -111,46 +111,10 @@ def test_padding_does_not_affect_other_positions_and_all_padding_is_finite() -> 
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_a_tt_block_equals_its_dense_copy(norm_first: bool) -> None:
-    block = EncoderBlock(16, 4, 24, linear=tt_linear, norm_first=norm_first).double()
-    dense = export_dense(block)
-    assert not any(True for _ in named_tt_modules(dense))
-    x_BLD = torch.randn(3, 7, 16, dtype=torch.float64)
-    mask = masks()["padded"]
-    torch.testing.assert_close(block(x_BLD, key_padding_mask=mask), dense(x_BLD, key_padding_mask=mask))
-
-
-@pytest.mark.parametrize("padding", ["none", "padded"])
-def test_torch_compile_sees_the_whole_block(padding: str) -> None:
-    block = EncoderBlock(16, 4, 24, linear=tt_linear)
-    x_BLD, mask = torch.randn(3, 7, 16), masks()[padding]
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    actual, expected = compiled(x_BLD, key_padding_mask=mask), block(x_BLD, key_padding_mask=mask)
-    torch.testing.assert_close(actual, expected)
-    upstream = torch.randn_like(actual)
-    parameters = list(block.parameters())
-    torch.testing.assert_close(
-        torch.autograd.grad(actual, parameters, upstream), torch.autograd.grad(expected, parameters, upstream)
-    )
-
-
-def test_a_block_under_autocast_keeps_float_gradients() -> None:
-    block = EncoderBlock(16, 4, 24, linear=tt_linear)
-    x_BLD = torch.randn(3, 7, 16)
-    expected = block(x_BLD)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = block(x_BLD)
-    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=0.1)  # entries have a standard deviation of 1
-    actual.sum().backward()
-    assert {parameter.grad.dtype for parameter in block.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
 def test_a_tt_encoder_equals_its_dense_copy(norm_first: bool) -> None:
     config = TransformerConfig(**{**vars(SMALL), "norm_first": norm_first, "dropout": 0.0})
-    encoder = TransformerEncoder(config, linear=tt_linear, embedding=tt_embedding)
-    head = ClassificationHead(16, 3, linear=tt_linear)
-    model = nn.Sequential(encoder, head).double()
+    encoder = TransformerEncoder(config, embedding=tt_embedding)
+    model = tt(nn.Sequential(encoder, ClassificationHead(16, 3))).double()
     ids = torch.randint(90, (3, 7))
     dense = export_dense(model)
     assert type(dense[0].tokens) is nn.Embedding
@@ -179,10 +143,11 @@ class MaskedModel(nn.Module):
 
     def __init__(self, *, tied: bool, is_tt: bool) -> None:
         super().__init__()
-        linear, embedding = (tt_linear, tt_embedding) if is_tt else (nn.Linear, dense_embedding)
-        self.encoder = TransformerEncoder(SMALL, linear=linear, embedding=embedding)
-        projection = TiedProjection(self.encoder.tokens) if tied else linear(16, 90)
-        self.head = LanguageModelHead(16, projection, linear=linear)
+        self.encoder = TransformerEncoder(SMALL, embedding=tt_embedding if is_tt else dense_embedding)
+        projection = TiedProjection(self.encoder.tokens) if tied else nn.Linear(16, 90)
+        self.head = LanguageModelHead(16, projection)
+        if is_tt:
+            tt(self)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.encoder(ids))
@@ -221,33 +186,11 @@ def test_a_language_model_stores_and_exports_a_tied_table_once(is_tt: bool, tied
     assert kinds["encoder.blocks.1.feed_forward.expand"] == ("linear", "tt" if is_tt else "dense")
 
 
-def test_ranks_adapt_and_the_smaller_model_loads() -> None:
-    model = MaskedModel(tied=True, is_tt=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    config = RankConfig(early_steps=2, late_steps=4, target_size=0.6, truncate_every=1)
-    scheduler = RankScheduler(model, optimizer, config)
-    ids = torch.randint(90, (2, 7))
-    before = compression_report(model).total("params")
-    for _ in range(6):
-        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-        optimizer.zero_grad()
-        scheduler.loss(loss).backward()
-        optimizer.step()
-        scheduler.step()
-    assert scheduler.stage == "done"
-    assert compression_report(model).total("params") < before
-    assert sum(p.numel() for p in model.parameters()) == compression_report(model).total("params")
-    fresh = MaskedModel(tied=True, is_tt=True).eval()
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh(ids), model.eval()(ids))
-
-
 def test_the_papers_sizes() -> None:
     """Ranks of section 5.1: attention 12, 30, 30, 30, 12; feed-forward 12, 30, 30, 30, 16 and the reverse."""
-    linear = linear_factory(LinearCompression(tt_ranks=30, order=6))
     embedding = partial(TTEmbedding, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32), device="meta")
-    encoder = TransformerEncoder(TransformerConfig(), linear=linear, embedding=embedding)
-    model = nn.Sequential(encoder, ClassificationHead(768, 2, linear=linear))
+    encoder = TransformerEncoder(TransformerConfig(), embedding=embedding)
+    model = compress_(nn.Sequential(encoder, ClassificationHead(768, 2)), linears=LinearCompression(tt_ranks=30, order=6))
     block = encoder.blocks[0]
     assert block.attention.query.shape.ranks == (12, 30, 30, 30, 12)
     assert block.feed_forward.expand.shape == TTShape((12, 8, 8, 1, 1, 1), (1, 1, 1, 12, 16, 16), (12, 30, 30, 30, 16))

@@ -59,16 +59,6 @@ def test_logits_are_products_with_all_rows(size: tuple[int, int, TTShape], leadi
     assert_same(embedding.logits(x), x @ embedding.dense_matrix().mT, [x, *embedding.parameters()])
 
 
-def test_rows_can_be_differentiated_twice() -> None:
-    embedding, ids = build((7, 4, TTShape((4, 2), (2, 2), 2))), torch.tensor([[1, 1], [6, 0]])
-    names, parameters = zip(*embedding.named_parameters(), strict=True)
-
-    def rows(*values: Tensor) -> Tensor:
-        return torch.func.functional_call(embedding, dict(zip(names, values, strict=True)), (ids,))
-
-    assert torch.autograd.gradgradcheck(rows, parameters)
-
-
 @given(data=st.data())
 def test_any_modes_and_ranks(data: st.DataObject) -> None:
     order = data.draw(st.integers(2, 4))
@@ -162,29 +152,3 @@ def test_a_vanished_table_is_zero() -> None:
     embedding.resize_ranks_((0, 0))
     assert torch.equal(embedding(torch.tensor([[3, 100]])), torch.zeros(1, 2, 11, dtype=torch.float64))
     assert torch.equal(embedding.logits(torch.ones(2, 11, dtype=torch.float64)), torch.zeros(2, 101, dtype=torch.float64))
-
-
-def test_from_dense_at_full_rank_gives_the_same_table() -> None:
-    dense = nn.Embedding(53, 12, dtype=torch.float64)
-    embedding = TTEmbedding.from_dense(dense, shape=TTShape((6, 3, 3), (2, 3, 2), 1000))
-    ids = torch.tensor([[0, 52], [7, 7]])
-    torch.testing.assert_close(embedding(ids), dense(ids))
-    torch.testing.assert_close(embedding.to_dense().weight, dense.weight)
-    assert embedding.to_dense().weight.requires_grad
-
-
-def test_options_that_a_tt_table_lacks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_norm and scale_grad_by_freq .* build the Embedding without them"):
-        TTEmbedding.from_dense(nn.Embedding(5, 4, max_norm=1.0))
-
-
-def test_an_id_out_of_range_is_named() -> None:
-    with pytest.raises(ValueError, match="id 35 is out of range for words: its ids run from 0 to 34"):
-        TTEmbedding(35, 6, tt_ranks=2, name="words")(torch.tensor([[3, 35]]))
-
-
-def test_torch_compile_traces_the_whole_table() -> None:
-    embedding = build(SHAPES[2], torch.float32)
-    ids = torch.tensor([[0, 100, 3], [3, 3, 7]])
-    compiled = torch.compile(embedding, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(ids), embedding(ids), list(embedding.parameters()))

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import comera_rec as cr
 from comera_rec.nn import update_in_backward_
-from comera_rec.rank import rank_param_groups, truncate_ranks_
+from comera_rec.rank import rank_param_groups
 from comera_rec.testing import run as run_processes
 
 with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
@@ -71,21 +71,6 @@ def test_settings_and_state_stay_the_optimizers_through_a_state_dict() -> None:
     train(model, optimizer, 1)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(optimizer.state[core]["step"] == 5 for table in model for core in table.cores())
-
-
-def test_ranks_and_state_are_truncated_and_training_continues() -> None:
-    model = two_tables(SHAPES[0])
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-    update_in_backward_(model, optimizer)
-    train(model, optimizer)
-    with torch.no_grad():
-        model[0].rank_1[2:] = 0.0
-    truncate_ranks_(model, optimizer, threshold=1e-3)
-    core = model[0].core_0
-    assert core.shape[3] == 2 == optimizer.state[core]["sum"].shape[3]
-    before = core.detach().clone()
-    train(model, optimizer, 1)
-    assert not torch.equal(core, before)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: f"order{shape.order}")

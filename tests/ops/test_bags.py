@@ -138,14 +138,6 @@ def test_columns_of_every_kernel(columns: tuple[int, int], is_padded: bool) -> N
         check(tables, ids, torch.tensor([0, 3, 3, 39]), per_sample_weights=torch.randn(40))
 
 
-@pytest.mark.parametrize("dim", [48, 96, 192, 200, 300, 476, 768])
-@pytest.mark.parametrize("budget", [2, 10, 50])
-def test_shapes_that_budgets_choose(dim: int, budget: int) -> None:
-    shape = TTShape.for_table(3000, dim, budget_params=3000 * dim // budget)
-    tables = make_tables([shape.row_shape], shape.col_shape, shape.ranks, dim)
-    check(tables, lookups(tables, 20), torch.tensor([0, 3, 3, 20]), mode="mean")
-
-
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
     ("row_shapes", "col_shape", "ranks"),
@@ -275,17 +267,6 @@ def test_threads_share_a_large_lookup(on_threads: Callable) -> None:
 
 
 @every_impl
-@pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_a_plan_can_be_reused(order: int, impl: str) -> None:
-    tables = make_tables([(4, 3, 2, 2)[:order], (5, 2, 2, 1)[:order]], (2, 3, 2, 2)[:order], (3, 2, 2)[: order - 1])
-    ids, offsets = lookups(tables, 10), torch.arange(0, 21, 2)
-    plan = plan_of(tables, ids, impl)
-    one, two = (differentiate(pool, tables, ids, offsets, plan=plan, impl=impl) for _ in range(2))
-    assert all(map(torch.equal, one, two))
-    check(tables, ids, offsets, impl=impl)
-
-
-@every_impl
 @every_order
 def test_a_graph_can_be_reused(order: int, impl: str) -> None:
     tables = make_tables([(4, 3, 2, 2)[:order], (5, 2, 2, 3)[:order]], (2, 3, 2, 1)[:order], (3, 2, 3)[: order - 1])
@@ -306,17 +287,6 @@ def test_a_second_derivative_is_refused(updated: bool) -> None:
     (gradient,) = torch.autograd.grad(out.square().sum(), table.rank_1 if updated else table.core_0, create_graph=True)
     with pytest.raises(RuntimeError, match=r"differentia|derivative"):
         gradient.square().sum().backward()
-
-
-@pytest.mark.parametrize("per_bag", [1, 3])
-@every_order
-def test_tables_of_different_ranks_share_a_lookup(order: int, per_bag: int) -> None:
-    row_shapes = [(5, 4, 2, 2), (7, 3, 3, 1), (2, 2, 2, 2), (1, 9, 1, 5)]
-    ranks = [(3, 2, 4), (9, 5, 1), (0, 1, 1), (20, 7, 2)]
-    tables = make_tables([m[:order] for m in row_shapes], (4, 4, 2, 1)[:order], [r[: order - 1] for r in ranks])
-    ids = lookups(tables, 9)
-    for impl in ("auto", "reference"):
-        check(tables, ids, torch.arange(0, 37, per_bag), features=4 if per_bag == 1 else 2, impl=impl)
 
 
 def test_tables_of_five_cores_are_refused() -> None:

@@ -487,13 +487,6 @@ def test_a_plan_of_a_gpu_is_refused_elsewhere(device: str) -> None:
         look_up(tables, *draw(tables, [1, 1]), "reference", plan_impl="triton")
 
 
-def test_float64_is_refused(device: str) -> None:
-    tables = make_tables().double().to(device)
-    ids, offsets = draw(tables, [1, 1])
-    with pytest.raises(ValueError, match="which computes in float32: give float64 to 'reference'"):
-        look_up(tables, ids, offsets, "triton")
-
-
 @pytest.mark.gpu
 def test_a_slice_of_very_many_ids_on_a_gpu() -> None:
     tables = make_tables(shapes=[TTShape((300, 200), (8, 8), (16,))])

@@ -165,25 +165,6 @@ def test_sizes_follow_from_the_shapes_of_the_ids(order: int, impl: str) -> None:
     assert all(tensor.is_meta for tensor in meta)
 
 
-def test_a_plan_of_few_ids() -> None:
-    plan = plan_lookup([torch.tensor([[5, 0, 5], [9, 9, 0]])], [(5, 2)])
-    assert plan.rows.tolist() == [[0, 2, 4, -1, -1, -1], [0, 1, 1, -1, -1, -1]]
-    assert plan.inverse.tolist() == [1, 0, 1, 2, 2, 0]
-    assert plan.order.tolist() == [1, 5, 0, 2, 3, 4]
-    assert plan.starts.tolist() == [0, 2, 4, 6, 6, 6, 6]
-    assert plan.bounds.tolist() == [[0, 3], [0, 0], [0, 0], [0, 5], [0, 2]]
-    assert [tuple(half.shape) for half in (plan.left, plan.right)] == [(2, 0), (2, 0)]
-
-
-def test_products_are_numbered_over_all_tables() -> None:
-    """Rows 0 and 5 of a table of modes (2, 1, 3, 1), rows 3 and 1 of one of modes (1, 2, 1, 2)."""
-    plan = plan_lookup([torch.tensor([5, 0]), torch.tensor([3, 1])], [(2, 1, 3, 1), (1, 2, 1, 2)])
-    assert plan.left.tolist() == [[0, 1, 2, 2], [0, 0, 1, 2]]
-    assert plan.right.tolist() == [[0, 0, 2, -1], [0, 2, 3, -1]]
-    assert plan.rows.tolist() == [[0, 1, 2, 3], [0, 1, 2, 2]]
-    assert plan.bounds[:3].tolist() == [[0, 2, 4], [0, 2, 4], [0, 2, 3]]
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("order", [2, 3, 4])
 @pytest.mark.parametrize("count", [3, 600])

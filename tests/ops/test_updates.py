@@ -211,25 +211,6 @@ def test_parameters_and_states_follow_the_formulas(order: int, kind: type, setti
                 assert_near(tensor, as_stored(state[name], tensor))
 
 
-@every_order
-@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adagrad, lr decay, initial sums"])
-def test_it_makes_no_difference_to_what_torchs_optimizers_learn(order: int, name: str) -> None:
-    kind, settings = CASES[name]
-    tables = make_tables(order)
-    expected = copy.deepcopy(tables).double()
-    optimizer = kind(expected.parameters(), **settings)
-    apply(kind, tables.parameters(), settings)
-    for batch in make_batches(tables):
-        backward(tables, batch)
-        for parameter, gradient in zip(expected.parameters(), differentiate(expected, batch), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-    for parameter, exact in zip(tables.parameters(), expected.parameters(), strict=True):
-        assert_near(parameter.detach(), exact.detach())
-        for key, value in optimizer.state[exact].items():
-            assert_near(optimizer_of(parameter).state[parameter][key], value.double())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_case
 def test_cores_of_16_bits(kind: type, settings: dict[str, Any], dtype: torch.dtype) -> None:

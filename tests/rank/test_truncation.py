@@ -202,15 +202,6 @@ def test_whole_layers_may_vanish_and_training_continues(optimizer_name: str) -> 
     assert all(loss == loss for loss in losses)
 
 
-def test_a_state_dict_of_the_truncated_model_loads_into_a_fresh_one() -> None:
-    model, fresh = Small(), Small()
-    silence(model, DOOMED)
-    truncate_ranks_(model, threshold=0.01)
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh(IDS), model(IDS))
-    assert fresh.table.shape == model.table.shape
-
-
 @pytest.mark.parametrize("threshold", [-0.1, float("nan")])
 def test_invalid_thresholds_are_refused(threshold: float) -> None:
     with pytest.raises(ValueError, match=r"threshold is .*: give a non-negative number"):

@@ -119,12 +119,6 @@ def test_invalid_collections_are_refused(tables: list[EmbeddingConfig], message:
         TTEmbeddingCollection(tables)
 
 
-def test_an_id_out_of_range_is_named() -> None:
-    features = KeyedJaggedTensor(keys=list(ROWS), values=torch.tensor([0, 900, 0]), lengths=torch.ones(3, dtype=torch.long))
-    with pytest.raises(ValueError, match="id 900 is out of range for table 'products'"):
-        TTEmbeddingCollection(configs())(features)
-
-
 @pytest.mark.parametrize("init", ["random", "tt_svd"])
 def test_swapped_into_a_model(init: str, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     plain = EmbeddingCollection(dense_configs()[:2])

@@ -16,7 +16,7 @@ from comera_rec.cli.main import main
 from comera_rec.nn import TTModule
 from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.rank import truncate_ranks_
-from comera_rec.recsys import build_deepfm, build_wide_deep
+from comera_rec.recsys import build_deepfm
 from comera_rec.serving.forms import FORMS, serving_copy, serving_layer
 from comera_rec.serving.tables import served_table, with_formed
 
@@ -110,7 +110,7 @@ def test_mistakes_leave_nothing(
 
 
 @pytest.mark.parametrize("dense", [3, 0])
-@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm", "wide & deep"])
+@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm"])
 def test_every_architecture_is_served(
     architecture: str, dense: int, collection: cr.TTEmbeddingBagCollection, random_jagged: Callable[..., KeyedJaggedTensor]
 ) -> None:
@@ -118,8 +118,6 @@ def test_every_architecture_is_served(
     if architecture == "deepfm":
         sizes = {"hidden_layer_size": 16, "deep_fm_dimension": 16}
         model = build_deepfm(configs, dense_in_features=dense, linears=linears, **sizes)
-    elif architecture == "wide & deep":
-        model = build_wide_deep(configs, dense_in_features=dense, deep_layer_sizes=[8], linears=linears)
     else:
         sizes = {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
         model = cr.build_dlrm(configs, dense_in_features=dense, linears=linears, cross_layers=2 * (architecture == "dcn"), **sizes)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import resource
 import shutil
 import signal
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,14 +182,4 @@ def test_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
         rf"\(it is of format {FORMAT + 1}, and this version reads format {FORMAT}\): use the version of comera-rec that wrote it"
     )
     with pytest.raises(ValueError, match=message):
-        open_checkpoint(path)
-
-
-def test_foreign_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 10, *state())
-    saved = json.loads((path / "record.json").read_text())
-    (path / ".metadata").write_bytes(pickle.dumps(os.system))
-    checksum = zlib.crc32((path / ".metadata").read_bytes())
-    (path / "record.json").write_text(json.dumps(saved | {"checksums": saved["checksums"] | {".metadata": checksum}}))
-    with pytest.raises(ValueError, match=r"its \.metadata names posix\.system, which describes no tensor"):
         open_checkpoint(path)

@@ -36,7 +36,7 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
 
 def test_named_tables_stay_dense() -> None:
     schema = Schema(dense=("I1",), sparse={"C1": 20_000, "C2": 20_000})
-    tables, _ = table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C2"]}}), schema)
+    tables = table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C2"]}}), schema)
     assert [isinstance(table, TTEmbeddingBagConfig) and table.is_tt for table in tables] == [True, False]
     with pytest.raises(ValueError, match="dense_tables names 'C3', which is no table: choose from 'C1', 'C2'"):
         table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C3"]}}), schema)
@@ -52,8 +52,6 @@ def test_differing_columns_are_listed_in_their_order() -> None:
     ("change", "message"),
     [
         ({"data": {"path": "d", "batchsize": 4}}, r"unknown key data\.batchsize; did you mean data\.batch_size\?"),
-        ({"model": {"wide_buckets": 9}}, r"model\.wide_buckets is 9: give 0, or architecture wide_deep"),
-        ({"optimiser": {}}, r"unknown key optimiser; did you mean optimizer\?"),
         ({"compression": 50}, r"unknown key compression; did you mean tables.compression\?"),
         ({"ranks": {"early_stps": 3}}, r"unknown key ranks\.early_stps; did you mean ranks\.early_steps\?"),
         ({"zzz": 1}, r"unknown key zzz; known keys: output, data"),
@@ -62,7 +60,6 @@ def test_differing_columns_are_listed_in_their_order() -> None:
         ({"data": {}}, r"data\.path is missing: set it in the file, or as data\.path=VALUE on the command line"),
         ({"tables": {"format": "sparse"}}, r"tables\.format: Input should be 'tt', 'dense' or 'off'"),
         ({"tables": {"tt_ranks": 4, "compression": 9}}, r"tt_ranks 4 and compression 9\.0 are both given"),
-        ({"tables": {"tt_ranks": 0}}, r"tt_ranks is 0: give a positive integer"),
         ({"linears": {"tt_ranks": [4, -1, 4]}}, r"tt_ranks is -1: give a positive integer"),
         ({"training": {"checkpoint": 5}}, r"unknown key training.checkpoint; did you mean training.checkpoint_every\?"),
         ({"tables": {"compression": "ten"}}, r"tables.compression: Input should be a valid number, not 'ten'"),
@@ -79,7 +76,7 @@ def test_differing_columns_are_listed_in_their_order() -> None:
         ({"training": {"keep_best": True}}, r"training\.keep_best is True but nothing is evaluated: set training\.eval_every"),
         ({"optimizer": {"decay": 1.5}}, r"optimizer\.decay: Input should be less than or equal to 1, not 1\.5"),
         ({"optimizer": {"warmup_steps": -1}}, r"optimizer\.warmup_steps: Input should be greater than or equal to 0, not -1"),
-        ({"training": {"precision": "float16"}}, r"training\.precision: Input should be 'float32', 'bfloat16' or 'float8', not"),
+        ({"training": {"precision": "float16"}}, r"training\.precision: Input should be 'float32' or 'bfloat16', not"),
         ({"model": {"architecture": "deepfm"}}, r"model\.dense_arch is \[256, 128\]: give exactly one layer size for DeepFM"),
         ({"output": ""}, r"output is empty: give the run's folder"),
         ({"seed": 2**63}, r"seed: Input should be less than 9223372036854775808, not 9223372036854775808"),

@@ -1,4 +1,4 @@
-"""Runs on several processes: resumed by another number of processes, killed, stopped, pipelined, in groups."""
+"""Runs on several processes: resumed by another number of processes, killed, stopped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from comera_rec.cli.main import main
-from comera_rec.distributed import Processes
+from comera_rec.distributed import WORLD
 from comera_rec.testing import run as run_processes
 from comera_rec.training import checkpoint, evaluation
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint
@@ -25,7 +24,7 @@ from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.runs import load_run
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Trainer
-from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, lines, losses, tensors, validation
+from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, lines, losses, tensors
 
 pytestmark = pytest.mark.distributed
 
@@ -35,12 +34,8 @@ SAME = ["optimizer.name=adagrad", "optimizer.lr_dense=0.02", "optimizer.lr_cores
 
 
 def train(rank: int, config_file: Path, *runs: list[str]) -> list[dict[str, Any]]:
-    """Train runs one after the other; return their results, and whether each one was pipelined."""
-    results = []
-    for overrides in runs:
-        trainer = Trainer(load_config(config_file, overrides))
-        results.append(trainer.train() | {"pipelined": trainer.step.pipeline is not None})
-    return results
+    """Train runs one after the other."""
+    return [Trainer(load_config(config_file, overrides)).train() for overrides in runs]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +99,7 @@ def resume_and_save(rank: int, config_file: Path, overrides: list[str]) -> None:
     trainer.save()
 
 
-@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm", "wide_deep"])
+@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm"])
 def test_two_processes_start_from_the_initial_values_of_one(config_file: Path, tmp_path: Path, architecture: str) -> None:
     model = [f"model.architecture={architecture}"]
     one, two = tmp_path / "one", tmp_path / "two"
@@ -130,23 +125,6 @@ def test_two_processes_resume_what_one_process_compressed(config_file: Path, tmp
     assert all(torch.equal(value, after[name]) for name, value in before.items() if name.startswith("model/"))
     (result,), _ = run_processes(2, train, config_file, [*same, f"output={small}"])
     assert result["steps"] == 12
-
-
-def test_a_pipelined_run_equals_the_plain_loop(config_file: Path, tmp_path: Path) -> None:
-    runs = []
-    for name, overrides in (("hot rows", HOT_ROWS), ("dense", DENSE)):
-        for pipeline in ("true", "false"):
-            output = f"output={tmp_path / f'{name} {pipeline}'}"
-            runs.append([*overrides, "training.eval_every=4", f"training.pipeline={pipeline}", output])
-    for setting in ("training.accumulation=2", "tables.format=off"):  # these can't be pipelined
-        runs.append([setting, f"output={tmp_path / setting}", "training.steps=2"])
-    for results in run_processes(2, train, config_file, *runs):
-        assert [result["pipelined"] for result in results] == [True, False, True, False, False, False]
-    for name in ("hot rows", "dense"):
-        with_pipeline, without = tmp_path / f"{name} true", tmp_path / f"{name} false"
-        assert losses(with_pipeline) == pytest.approx(losses(without), rel=1e-5)
-        assert validation(with_pipeline) == pytest.approx(validation(without), rel=1e-5)
-        assert_close(tensors(with_pipeline), tensors(without), 1e-5)
 
 
 BINNED = 100  # rows of a split above which AUC is binned
@@ -193,7 +171,7 @@ def terminated(trainer: Trainer, owner: Any, method: str, step: int) -> list[Any
     original = getattr(owner, method)
 
     def terminate(self: Any, *args: Any) -> Any:
-        if trainer.steps == step and trainer.processes.process_rank == 1:
+        if trainer.steps == step and WORLD.process_rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, *args)
 
@@ -226,23 +204,6 @@ def test_processes_stop_at_the_same_step_if_one_is_terminated(config_file: Path)
     assert kept == f"step_{int(in_a_step[-1]):08d}"
     assert in_an_evaluation == ["stopped by SIGTERM at step 8", "step_00000008"]
     assert steps == 12
-
-
-def train_in_groups(rank: int, config_file: Path, outputs: list[Path], overrides: list[str]) -> None:
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    settings = [*overrides, f"output={outputs[rank // 2]}", f"seed={rank // 2}"]
-    Trainer(load_config(config_file, settings), processes=Processes(groups[rank // 2])).train()
-
-
-def test_two_groups_of_processes_train_one_run_each(config_file: Path, tmp_path: Path) -> None:
-    overrides = [*HOT_ROWS, "training.eval_every=4", "tables.min_rows=1", "checkpoints.asynchronous=true"]
-    outputs = [tmp_path / "first", tmp_path / "second"]
-    run_processes(4, train_in_groups, config_file, outputs, overrides)
-    alone = [[*overrides, f"output={tmp_path / str(seed)}", f"seed={seed}"] for seed in range(2)]
-    run_processes(2, train, config_file, *alone)
-    for seed, output in enumerate(outputs):
-        assert_same_run(output, tmp_path / str(seed))
-    assert losses(outputs[0]) != losses(outputs[1])
 
 
 ASYNCHRONOUS = ["checkpoints.asynchronous=true", "training.checkpoint_every=2", "training.keep_checkpoints=9"]

@@ -48,13 +48,6 @@ def test_sizes_with_balanced_divisors_are_not_padded(n: int, order: int, expecte
     assert sum(factors) <= sum(expected)
 
 
-@pytest.mark.parametrize("n", [17, 10_007, 1_000_003])
-def test_primes_are_padded_rather_than_left_whole(n: int) -> None:
-    first, last = factorize(n, 2)
-    assert first * last > n
-    assert first / last <= 2
-
-
 @pytest.mark.parametrize("n", [0, -3, 2.0, "8", True, None])
 def test_factorize_refuses_sizes_that_are_not_positive_integers(n: object) -> None:
     with pytest.raises(ValueError, match=r"n is .*: give a positive integer"):

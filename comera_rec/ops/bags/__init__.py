@@ -72,6 +72,8 @@ def tt_bags(
     unpacked = [Table(*table) for table in tables]
     first, order = unpacked[0].cores[0], len(unpacked[0].cores)
     impl = resolve_bags_impl(impl, first.device, first.dtype, order)
+    if impl == "cpu" and torch._C._are_functorch_transforms_active():
+        impl = "reference"  # torch.func ignores gradients that are registered with torch.library
     offsets, weights = offsets.long().contiguous(), per_sample_weights
     if weights is not None:  # the CPU operator sums in float32, whatever the tables' type
         weights = weights.to(torch.float32 if impl == "cpu" else first.dtype).contiguous()

@@ -55,8 +55,6 @@ def pool(
         # Needs a gradient, so that autograd calls a backward whose other inputs need none.
         handle = torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
         bags = _UpdatingPool.apply(settings, updates, handle, offsets, weights, len(diagonals), *diagonals, *plan)
-    elif torch._C._are_functorch_transforms_active():
-        bags = _Pool.apply(settings, len(cores), len(diagonals), offsets, weights, *cores, *diagonals, *plan)
     else:
         bags = ops.pool(cores, diagonals, list(plan), offsets, weights, *settings)
     return bags
@@ -77,59 +75,16 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 @torch.autograd.function.once_differentiable
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return _gradients_of(ctx.settings, *ctx.counts, grad, *ctx.saved_tensors)
-
-
-def _gradients_of(
-    settings: Any, num_cores: int, num_diagonals: int, grad: Tensor, offsets: Tensor, weights: Tensor | None, *tensors: Tensor
-) -> tuple[Any, ...]:
     """Return the gradients of cores, then of diagonals, then of weights."""
-    cores, diagonals, plan = _split(tensors, num_cores, num_diagonals)
+    offsets, weights, *tensors = ctx.saved_tensors
+    cores, diagonals, plan = _split(tensors, *ctx.counts)
     core_gradients, diagonal_gradients, weight_gradients = ops.pool_backward(
-        grad.float().contiguous(), cores, diagonals, plan, offsets, weights, *settings
+        grad.float().contiguous(), cores, diagonals, plan, offsets, weights, *ctx.settings
     )
     return *core_gradients, *_like(diagonals, diagonal_gradients), None if weights is None else weight_gradients
 
 
 torch.library.register_autograd("comera_rec::pool", _differentiate, setup_context=_setup_context)
-
-
-class _Pool(torch.autograd.Function):
-    """`pool` for torch.func, which ignores the gradients registered with torch.library."""
-
-    @staticmethod
-    def forward(
-        settings: Any, num_cores: int, num_diagonals: int, offsets: Tensor, weights: Tensor | None, *tensors: Tensor
-    ) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            bags: Tensor = ops.pool(*_split(tensors, num_cores, num_diagonals), offsets, weights, *settings)
-        return bags
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.settings, *ctx.counts = inputs[:3]
-        ctx.save_for_backward(*inputs[3:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        *gradients, weight_gradients = _Gradients.apply(ctx.settings, *ctx.counts, grad, *ctx.saved_tensors)
-        return None, None, None, None, weight_gradients, *gradients, *[None] * _PLAN
-
-
-class _Gradients(torch.autograd.Function):
-    """Gradients under torch.func, which ignores `once_differentiable`: without this, second derivatives would silently be zero."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Any, ...]:
-        return _gradients_of(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError("bags of TT tables have no second derivative; use impl='reference' to differentiate twice")
 
 
 class _UpdatingPool(torch.autograd.Function):

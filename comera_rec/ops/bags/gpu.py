@@ -96,7 +96,8 @@ def pool_pairs(
         raise UserError(f"the plan is for tables of {plan.counts} slices, these have {counts}: make it for these tables")
     if lefts[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UserError(f"the cores are {lefts[0].dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
-    cores, updates = _laid_out([*lefts, *rights]), None
+    cores = slice_major_together([*lefts, *rights], [0] * len(lefts) + [1] * len(rights), 2)
+    updates = None
     if update and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         updates = find_updates(cores, diagonals)
     if updates is not None and updates.gpu_rules() is not None:
@@ -114,11 +115,6 @@ def _like(diagonals: Sequence[Tensor], gradients: Tensor) -> list[Tensor]:
     """Cut the concatenated gradients of diagonals into tensors of their shapes."""
     parts = gradients.split([len(diagonal) for diagonal in diagonals]) if diagonals else ()
     return [part.view_as(diagonal) for part, diagonal in zip(parts, diagonals, strict=True)]
-
-
-def _laid_out(cores: Sequence[Tensor]) -> list[Tensor]:
-    half = len(cores) // 2
-    return slice_major_together(cores, [int(t >= half) for t in range(len(cores))], 2)
 
 
 def pool_into_bags(

@@ -6,13 +6,12 @@ Shapes: B rows of the input, I in_features, O out_features; a part, formed from 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera_rec.ops.float8_matmul import float8_matmul
 from comera_rec.tt import Contraction, Tree, contract, scaled_cores, span
 
 
@@ -23,7 +22,6 @@ def tt_linear(
     out_features: int,
     bias: Tensor | None,
     contraction: Contraction,
-    float8: bool = False,
 ) -> Tensor:
     """Return y = x W + b with W = G_1 diag(D_1) G_2 ... G_d, in the given order; CoMERA, section 4.2 (arXiv 2405.14377).
 
@@ -38,14 +36,12 @@ def tt_linear(
         out_features: O, at most n_1...n_d.
         bias: [O], or None.
         contraction: the order of products, from `best_contractions`; the result is the same for any.
-        float8: whether every product of two matrices is a `float8_matmul`, which makes y bfloat16.
 
     Returns:
         [..., O].
     """
     batch, in_features = math.prod(x.shape[:-1]), x.shape[-1]
-    matmul = float8_matmul if float8 else _matmul
-    parts, row_diagonals = _formed(cores, diagonals, contraction, matmul)
+    parts, row_diagonals = _formed(cores, diagonals, contraction)
     height, rest, width = batch, math.prod([part.shape[1] for part in parts]), 1
     rows = x if x.dim() == 2 else x.reshape(batch, in_features)
     # Where one part contains all padding, it is cut from that part; otherwise rows are padded before and cut after.
@@ -67,7 +63,7 @@ def tt_linear(
             rows = rows.reshape(height * rest, r * m)
         matrix = part_rmns.reshape(r * m, n * s)
         is_last = part_rmns is parts[-1]
-        rows = matmul(rows, matrix, bias if is_last and at_once else None)
+        rows = torch.addmm(bias, rows, matrix) if is_last and at_once and bias is not None else rows @ matrix
         height, width = height * n, width * n
     if not at_once:
         rows = rows.reshape(batch, width)[:, :out_features]
@@ -75,19 +71,15 @@ def tt_linear(
     return rows if x.dim() == 2 else rows.reshape(*x.shape[:-1], out_features)
 
 
-def _matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    return a @ b if bias is None else torch.addmm(bias, a, b)
-
-
 def _formed(
-    cores: Sequence[Tensor], diagonals: Sequence[Tensor], contraction: Contraction, matmul: Callable[[Tensor, Tensor], Tensor]
+    cores: Sequence[Tensor], diagonals: Sequence[Tensor], contraction: Contraction
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the parts, and for each the D_k that scales the rows before it; other D_k are multiplied into the smaller neighbor."""
     firsts = [span(part)[0] for part in contraction.parts]
     on_rows = {first: diagonals[first - 1] for first in firsts if first and contraction.scale_rows}  # by the core after it
     scaled = scaled_cores(cores, [None if k in on_rows else diagonal for k, diagonal in enumerate(diagonals, start=1)])
-    return [_joined(scaled, part, matmul) for part in contraction.parts], [on_rows.get(first) for first in firsts]
+    return [_joined(scaled, part) for part in contraction.parts], [on_rows.get(first) for first in firsts]
 
 
-def _joined(cores: Sequence[Tensor], tree: Tree, matmul: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    return cores[tree] if isinstance(tree, int) else contract([_joined(cores, branch, matmul) for branch in tree], matmul)
+def _joined(cores: Sequence[Tensor], tree: Tree) -> Tensor:
+    return cores[tree] if isinstance(tree, int) else contract([_joined(cores, branch) for branch in tree])

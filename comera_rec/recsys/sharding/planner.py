@@ -137,9 +137,8 @@ class TTEnumerator(EmbeddingEnumerator):
         constraints: dict[str, ParameterConstraints] | None = None,
         *,
         optimizer_states: int = ADAM_STATES,
-        **others: Any,
     ) -> None:
-        super().__init__(topology, batch_size, constraints, **others)
+        super().__init__(topology, batch_size, constraints)
         self._topology, self._optimizer_states = topology, optimizer_states
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
