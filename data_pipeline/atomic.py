@@ -151,29 +151,26 @@ def _holder(lock: SoftFileLock) -> str:
 
 
 @contextmanager
-def finished(output: Path, *, files: tuple[str, ...] | None = None, overwrite: bool) -> Iterator[Path]:
-    """Yield a path that is renamed to `output` when the block ends, or removed if it raises: of a folder, or of a file to write.
+def finished(output: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield the path of a file to write, which is renamed to `output` when the block ends, or removed if it raises.
 
     Args:
-        output, files, overwrite: as for `check_output`.
+        output, overwrite: as for `check_output`.
 
     Raises:
         ValueError: output must not be written.
         OSError: it cannot be written (no permission, disk full); the message names it.
     """
     output = resolved(output)
-    check_output(output, files=files, overwrite=overwrite)
+    check_output(output, files=None, overwrite=overwrite)
     work = hidden(output, "partial")
     try:
         make_parent(output)
         with locked(output):
             try:
                 remove(work)
-                if files:
-                    work.mkdir()
                 yield work
-                for path in (*(_files_in(work) if files else ()), work):
-                    sync(path)
+                sync(work)
                 put_in_place(work, output)
             finally:
                 remove(work)

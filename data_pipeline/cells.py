@@ -69,11 +69,7 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
         ValueError: a column has a type that can't be read as its kind.
     """
     cells = {
-        column.name: _read_transformed(columns[column.name], column)
-        if schema.transformed and column.kind == "integer"
-        else _read(columns[column.name], column, schema.missing)
-        for column in schema.columns
-        if column.kind != "ignore"
+        column.name: _read(columns[column.name], column, schema.missing) for column in schema.columns if column.kind != "ignore"
     }
     good = ~np.any([np.zeros(rows, np.bool_), *(column.bad for column in cells.values())], axis=0)
     reasons = []
@@ -81,7 +77,6 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
         column = next(column for column in schema.columns if column.name in cells and cells[column.name].bad[row])
         cell = _as_text(columns[column.name][row].as_py(), column)
         expected = f"a time of the format {column.format}" if column.format else _EXPECTED[column.kind]
-        expected = _EXPECTED["float"] if schema.transformed and column.kind == "integer" else expected
         reasons.append((row, mismatch(cell, column, expected)))
     kept = {name: _take(column, good) for name, column in cells.items()}
     count = int(good.sum())
@@ -149,11 +144,6 @@ def _read(array: pa.Array, column: Column, missing: tuple[str, ...] = ()) -> _Ce
                 return _Cells(values=keys.values, missing=keys.missing, bad=keys.bad | (keys.missing & (column.kind == "user")))
     except pa.ArrowException as error:
         raise UserError(f"{column.name} has type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
-
-
-def _read_transformed(array: pa.Array, column: Column) -> _Cells:
-    cells = _read_numbers(array, replace(column, kind="float"))
-    return replace(cells, bad=cells.bad | cells.missing, missing=np.zeros_like(cells.missing))
 
 
 def _read_dictionary(array: pa.DictionaryArray, column: Column, missing: tuple[str, ...]) -> _Cells:

@@ -58,8 +58,8 @@ def recorded_log(manifest: Manifest, folder: str | Path) -> LogSchema:
 
 
 def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
-    """Return the schema of new logs: detected for Criteo's and .npy, else `known` less absent labels, weights, times and users."""
-    if known.transformed or known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
+    """Return the schema of new logs: detected for Criteo's, else `known` less absent labels, weights, times and users."""
+    if known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
         return detect_schema(log)
     layout = layout_of(log, known)
     named = set(layout) if isinstance(layout, tuple) else {column.source for column in known.columns}
@@ -83,9 +83,8 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
             f"`input` {log} has the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
             "give logs with all of these labels or none, or name the columns with `schema`"
         )
-    if log_columns != data_columns or schema.transformed != known.transformed:
-        pairs = zip(log_columns, data_columns, strict=False)
-        actual, expected = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "already transformed columns"))
+    if log_columns != data_columns:
+        actual, expected = next(pair for pair in zip(log_columns, data_columns, strict=False) if pair[0] != pair[1])
         raise UserError(
             f"`input` {log} has other columns than the logs of {data}: {actual} where {expected} is expected; "
             "give logs with the same columns, or name them with `schema`"
@@ -143,8 +142,8 @@ def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
 class RequestEncoder:
     """Encodes rows given as values by column.
 
-    Integers are int (or float, in columns of kind float or that were already transformed), hex columns str of 1 to 8 hex digits,
-    other categories str or int (or bool, as 1 or 0), list columns lists of these. None, an empty list and, in a categorical
+    Integers are int (or float, in columns of kind float), hex columns str of 1 to 8 hex digits, other categories str or int (or
+    bool, as 1 or 0), list columns lists of these. None, an empty list and, in a categorical
     column, "" stand for a missing value. Unknown names are ignored.
 
     Raises:
@@ -156,7 +155,7 @@ class RequestEncoder:
         log = recorded_log(self.manifest, data)
         self._encoder = open_encoder(self.manifest.integer_columns, self.manifest.categorical_columns, Path(data), log)
         schema = self._encoder.schema
-        number_readers = _READ_NUMBER | {"float": _float32} if not schema.transformed else dict.fromkeys(_READ_NUMBER, _finite)
+        number_readers = _READ_NUMBER | {"float": _float32}
         columns = {column.name: column for column in schema.columns}
         self._numbers = [(columns[name], number_readers[columns[name].kind]) for name in schema.integers]
         self._keys = [(columns[name], _key_reader(columns[name])) for name in schema.singles]
@@ -179,8 +178,6 @@ class RequestEncoder:
         )
         integers, integer_missing = _columns(numbers, len(rows), self._dtypes[0])
         singles, key_missing = _columns(keys, len(rows), self._dtypes[1])
-        if schema.transformed:  # .npy logs store 0 for a missing category
-            key_missing |= singles == 0
         flat = [[key for cell in column for key in cell] for column in lists]
         list_keys = np.zeros((len(lists), max(map(len, flat), default=0)), np.uint64)
         for padded, column_keys in zip(list_keys, flat, strict=True):
@@ -244,12 +241,6 @@ def _float32(cell: Any) -> float | None:
     raise ValueError
 
 
-def _finite(cell: Any) -> float:
-    if type(cell) in (int, float) and math.isfinite(np.float32(cell)):
-        return float(cell)
-    raise ValueError
-
-
 def _hex(cell: Any) -> int | None:
     if cell is None or cell == "":
         return None
@@ -296,7 +287,7 @@ def _key_reader(column: Column) -> Callable[[Any], int | None]:
 
 def _expected(column: Column) -> str:
     return {
-        "integer": "a 32-bit integer or null (a float32 number in columns that were already transformed)",
+        "integer": "a 32-bit integer or null",
         "int64": "a 64-bit integer or null",
         "float": "a finite number or null",
         "hex": "a string of 1 to 8 hex digits or null",

@@ -112,7 +112,7 @@ class IntegerColumn:
 
     min and max are those of the training split, None if it has no values; missing counts cells of the whole input. If transform is
     "standardize", (x - mean) / scale is stored instead, with the training split's mean and standard deviation; if it is "none", x
-    itself. Columns that were already transformed in the input have no min or max.
+    itself.
     """
 
     name: str

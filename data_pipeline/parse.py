@@ -26,8 +26,7 @@ class Parsed:
     """The well-formed lines of a text as columns, in the schema's order within each kind.
 
     labels: int8 [L, n].
-    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 if the schema says that they are already transformed,
-        float64 if some are not 32-bit integers or are standardized.
+    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float64 if some are not 32-bit integers or are standardized.
     keys: uint32 or uint64 [C, n], 0 where key_missing, bool [C, n].
     list_keys: uint64 [M, ...], the lists of column m concatenated; row i's list ends at list_ends[m, i], int64 [M, n].
     starts: int64 [n], where each line begins in the text.

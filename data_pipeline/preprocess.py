@@ -27,9 +27,10 @@ from data_pipeline.job import Job
 from data_pipeline.manifest import FILES, FORMAT, FORMAT_VERSION, SPLITS, IntegerColumn, Manifest, versions, write_manifest
 from data_pipeline.options import PassOptions, PreprocessOptions
 from data_pipeline.order_pass import order_vocabularies
-from data_pipeline.parts import check_layout, detect_schema, identify, inputs_changed
+from data_pipeline.parts import check_layout, detect_schema, inputs_changed
 from data_pipeline.pool import Schedule, dask_schedule, on_threads
 from data_pipeline.schema import LogSchema
+from data_pipeline.sources import identify_log
 from data_pipeline.splits import Splitting
 from data_pipeline.work import Tell, work_folder
 from data_pipeline.write_pass import count_zeros, describe_rows, write_logs
@@ -70,7 +71,7 @@ def open_job(
     Args:
         identity: what determines the results besides logs, columns and versions, as JSON values.
     """
-    logs = identify(options.inputs)
+    logs = tuple(map(identify_log, options.inputs))
     layouts = tuple(check_layout(log, schema) for log in options.inputs)
     schema = splitting.schema_used(schema)
     identity = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()} | identity
@@ -86,7 +87,7 @@ def open_job(
         )
         yield job, schedule
         work.remove_unfinished()
-        if identify(options.inputs) != logs:
+        if tuple(map(identify_log, options.inputs)) != logs:
             raise inputs_changed()
 
 
@@ -120,8 +121,6 @@ def _integer_column(job: Job, column: int, groups: Sequence[GroupCounts]) -> Int
     name = job.schema.integers[column]
     kind, transform = job.schema.column_of(name).kind, job.schema.column_of(name).transform
     missing = sum(group.integers[column].missing for group in groups)
-    if job.schema.transformed:
-        return IntegerColumn(name=name, missing=missing, offset=0, min=None, max=None, transform="none")
     train = [(group.rows, group.integers[column]) for group in groups if group.trains]
     train = [(rows - counts.missing, counts) for rows, counts in train if counts.min is not None]
     low = min((counts.min for _, counts in train if counts.min is not None), default=None)

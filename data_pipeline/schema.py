@@ -94,13 +94,11 @@ class LogSchema:
     """The columns in the order of a line, the separator between them, and whether each file starts with a line of column names.
 
     missing: texts that stand for missing cells, besides empty ones.
-    transformed: the integer columns are float32 and stored unchanged, as from the .npy files of torchrec's scripts.
     """
 
     columns: tuple[Column, ...]
     separator: str = "\t"
     header: bool = False
-    transformed: bool = False
     format: Format = "text"
     missing: tuple[str, ...] = ()
 
@@ -127,8 +125,6 @@ class LogSchema:
     @property
     def number_dtype(self) -> np.dtype:
         """dtype of parsed numbers."""
-        if self.transformed:
-            return np.dtype(np.float32)
         columns = [self.column_of(name) for name in self.integers]
         wide = any(column.kind in ("int64", "float") or column.transform == "standardize" for column in columns)
         return np.dtype(np.float64 if wide else np.int32)

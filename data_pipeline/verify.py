@@ -125,8 +125,8 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
     return _Contents(ids=id_counts, zeros=zeros, positives=positives, weight=weight)
 
 
-def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
-    """Read a Parquet file's row groups, each with the number of its first row; only the given columns, or all.
+def read_row_groups(path: Path) -> Iterator[tuple[int, pa.Table]]:
+    """Read a Parquet file's row groups, each with the number of its first row.
 
     Raises:
         ValueError: the file or a group can't be read.
@@ -135,7 +135,7 @@ def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterato
     try:
         with pq.ParquetFile(path, memory_map=True) as file:
             for number in range(file.num_row_groups):
-                group = file.read_row_group(number, columns=columns, use_threads=False)
+                group = file.read_row_group(number, use_threads=False)
                 yield row, group
                 row += len(group)
     except (OSError, pa.ArrowInvalid) as error:

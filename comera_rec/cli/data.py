@@ -1,4 +1,4 @@
-"""Commands on logs and data sets, without torch: `synth`, `preprocess`, `transform`, `verify`, `inspect`, `to-npy`."""
+"""Commands on logs and data sets, without torch: `synth`, `preprocess`, `transform`, `verify`, `inspect`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from comera_rec.cli.types import BYTES, LOCATION, TIME
 from data_pipeline.errors import UserError
 from data_pipeline.inspection import find_id, find_text, to_text
 from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, read_manifest
-from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions, format_bytes
 from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import preprocess as write_data_set
@@ -77,7 +76,7 @@ def _pass_options(command: _Command) -> _Command:
             multiple=True,
             required=True,
             metavar="RAW [RAW ...]",
-            help="Logs in time order: files, URLs such as s3://bucket/day_*.gz, or torchrec's *_sparse.npy with their neighbors.",
+            help="Logs in time order: files, or URLs such as s3://bucket/day_*.gz.",
         ),
         click.argument("more_inputs", nargs=-1, metavar=""),
         click.option("--max-bad-rows", default=0, show_default=True, help="Most malformed lines to drop before the run stops."),
@@ -260,21 +259,6 @@ def inspect(data: Path, column: str | None, number: int | None, text: str | None
             click.echo(json.dumps(asdict(find_text(manifest, data, column, text)), ensure_ascii=False))
         case _:
             raise UserError("give --column with one of --id and --text, or none of them for the whole data set")
-
-
-@click.command("to-npy")
-@click.option("--data", type=_PATH, required=True, help="The data set's folder.")
-@click.option("--output", type=_PATH, required=True, metavar="DIR", help="Folder of the files, new or empty.")
-@click.option("--overwrite", is_flag=True, help="Replace finished files.")
-def to_npy(data: Path, output: Path, overwrite: bool) -> None:
-    """Write dense float32, sparse int32 and labels int32 of each split, as torchrec's BinaryCriteoUtils lays them out.
-
-    \b
-    Example:
-      comera to-npy --data data/ --output npy/
-    """
-    export_npy(read_manifest(data), data, output, overwrite=overwrite)
-    click.echo(f"wrote {output}")
 
 
 def _columns_of_new_values(manifest: Manifest, known: Manifest) -> list[str]:

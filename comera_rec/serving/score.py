@@ -32,9 +32,10 @@ from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import Manifest, check_shards, file_sha256, read_manifest
 from data_pipeline.options import PassOptions
 from data_pipeline.parse import PartRecord
-from data_pipeline.parts import Part, check_layout, count_parts, identify, inputs_changed
+from data_pipeline.parts import Part, check_layout, count_parts, inputs_changed
 from data_pipeline.pool import on_executor
 from data_pipeline.shards import Encoder
+from data_pipeline.sources import identify_log
 from data_pipeline.splits import Splitting
 from data_pipeline.verify import ids_of
 from data_pipeline.work import Tell, WorkFolder, work_folder
@@ -105,7 +106,7 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     metadata = read_metadata(options.model)
     encoder = open_vocabularies(metadata, options.data)
     data = options.data or Path(run_of(metadata).data)
-    logs = identify(options.inputs)
+    logs = tuple(map(identify_log, options.inputs))
     known = recorded_log(encoder.manifest, data)
     schema = new_logs_schema(known, options.inputs[0])
     check_columns(schema, known, log=options.inputs[0], data=data)
@@ -125,7 +126,7 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
         job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting(), layouts=layouts)
         schedule = partial(on_executor, executor)
         (records,) = pass_over(job, schedule, work_on, ScoredPart, folder="shards", description="scoring")
-        if identify(options.inputs) != logs:
+        if tuple(map(identify_log, options.inputs)) != logs:
             raise inputs_changed()
         _join(work, records, Path(options.output), "line", job.first_line(0))
     return _scored(records, min(options.threads, units))

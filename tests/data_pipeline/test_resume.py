@@ -15,8 +15,8 @@ import pytest
 from random_logs import files_of, random_rows, to_text
 
 from data_pipeline import atomic
-from data_pipeline.parts import identify
 from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.sources import identify_log
 
 ROWS = random_rows(700)
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -127,7 +127,7 @@ def test_another_log_of_the_same_name_size_and_time_starts_over(
     elsewhere.write_bytes(content)
     os.utime(elsewhere, ns=(status.st_atime_ns, status.st_mtime_ns))
     moved = replace(options, inputs=(elsewhere, *options.inputs[1:]))
-    assert identify(moved.inputs) == identify(options.inputs)
+    assert list(map(identify_log, moved.inputs)) == list(map(identify_log, options.inputs))
     content[4 if first.suffix == ".gz" else 0] ^= 1  # gzip's time, or the first label
     elsewhere.write_bytes(content)
     os.utime(elsewhere, ns=(status.st_atime_ns, status.st_mtime_ns))
