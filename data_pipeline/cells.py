@@ -9,14 +9,13 @@ Letters: n rows of a part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_pipeline import native
-from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.errors import UserError
 from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed
@@ -131,10 +130,7 @@ def _read(array: pa.Array, column: Column, missing: tuple[str, ...] = ()) -> _Ce
     try:
         match column.kind:
             case "label" | "integer" | "int64" | "float" | "weight" | "time":
-                cells = _read_numbers(array, column)
-                if not column.bucketized:
-                    return cells
-                return replace(cells, values=np.where(cells.missing | cells.bad, np.uint64(0), keys_of_numbers(cells.values)))
+                return _read_numbers(array, column)
             case "hex":
                 return _read_hex(array)
             case "list":
@@ -184,7 +180,7 @@ def _read_numbers(array: pa.Array, column: Column) -> _Cells:
         low, high = {"label": (0, 2), "integer": (-(2.0**31), 2.0**31), "int64": (-(2.0**63), 2.0**63)}[kind]
         # 2**63 - 1, the largest, is 2**63 in float64.
         bad |= (values != np.floor(values)) | (values < low) | (values > high if kind == "int64" else values >= high)
-    if kind == "weight" or (kind == "float" and not column.bucketized):
+    if kind in ("weight", "float"):
         bad |= np.abs(values) > np.finfo(np.float32).max
     if kind == "weight":
         bad |= values < 0

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import BucketIds, HashedIds, IdSource, open_tables
+from data_pipeline.hashing import HashedIds, open_tables
 from data_pipeline.manifest import REMEDY, CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
 from data_pipeline.parse import Parsed, truncate_lists
 from data_pipeline.parts import detect_schema, layout_of
@@ -93,7 +92,7 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
 
 def _settings(column: Column) -> str:
     """Format the settings that determine a column's encoded values, apart from the vocabulary."""
-    settings = {name: getattr(column, name) for name in ("transform", "boundaries", "buckets", "hash_buckets", "max_length")}
+    settings = {name: getattr(column, name) for name in ("transform", "hash_buckets", "max_length")}
     defaults = Column(name=column.name, kind=column.kind)
     return ", ".join([column.kind, *(f"{name} {value}" for name, value in settings.items() if value != getattr(defaults, name))])
 
@@ -117,14 +116,9 @@ def open_encoder(
     return Encoder(
         schema=schema,
         integers=integers,
-        id_sources=tuple(next(tables) if column.table else computed_ids(column) for column in columns),
+        id_sources=tuple(next(tables) if column.table else HashedIds(column.num_embeddings) for column in columns),
         num_embeddings=tuple(column.num_embeddings for column in columns),
     )
-
-
-def computed_ids(column: CategoricalColumn) -> IdSource:
-    """Return the id source of a column without a table: ranges or hashes."""
-    return HashedIds(column.num_embeddings) if column.boundaries is None else BucketIds(column.boundaries)
 
 
 def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
@@ -158,7 +152,7 @@ class RequestEncoder:
         number_readers = _READ_NUMBER | {"float": _float32}
         columns = {column.name: column for column in schema.columns}
         self._numbers = [(columns[name], number_readers[columns[name].kind]) for name in schema.integers]
-        self._keys = [(columns[name], _key_reader(columns[name])) for name in schema.singles]
+        self._keys = [(columns[name], _READ_KEY[columns[name].kind]) for name in schema.singles]
         self._lists = [(columns[name], _list) for name in schema.lists]
         self._dtypes = schema.number_dtype, schema.key_dtype
 
@@ -272,17 +266,6 @@ def _list(cell: Any) -> list[int]:
 
 _READ_NUMBER: dict[str, Callable[[Any], float | None]] = {"integer": _integer, "int64": partial(_integer, bits=64), "float": _float}
 _READ_KEY: dict[str, Callable[[Any], int | None]] = {"hex": _hex, "category": _text}
-
-
-def _key_reader(column: Column) -> Callable[[Any], int | None]:
-    if not column.bucketized:
-        return _READ_KEY[column.kind]
-
-    def read(cell: Any) -> int | None:
-        number = _READ_NUMBER[column.kind](cell)
-        return None if number is None else int(keys_of_numbers(np.array([number], np.float64))[0])
-
-    return read
 
 
 def _expected(column: Column) -> str:

@@ -135,7 +135,6 @@ class CategoricalColumn:
     where missing. Values are hex digits as numbers, or 64-bit hashes (`data_pipeline.reference.hash_text`) of text. table is the
     vocabulary as a hash table (`data_pipeline.hashing`) that encodes new rows. grown: num_embeddings of the data sets that this
     one's vocabulary extended, oldest first; lower ids belong to them, and a new sequence of falling counts starts at each.
-    boundaries: of a bucketized number, whose id is 1 + how many boundaries are at most the number; None for other columns.
     order: "similarity" if ids of the first vocabulary are in an order of similarity within bands (`data_pipeline.similarity`).
     vectors: of an order of similarity, an .npy file: float16 [rows, K + 1] for ids from 1 on; the last coordinate is the frequency.
     """
@@ -149,7 +148,6 @@ class CategoricalColumn:
     vocabulary: Shard | None
     is_list: bool = False
     table: Shard | None = None
-    boundaries: tuple[float, ...] | None = None
     grown: tuple[int, ...] = ()
     order: Order = "frequency"
     vectors: Shard | None = None

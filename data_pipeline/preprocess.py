@@ -22,7 +22,7 @@ from data_pipeline.count_pass import count_logs, find_times, split_bounds, train
 from data_pipeline.counts import GroupCounts, IntegerCounts
 from data_pipeline.encoder import open_encoder
 from data_pipeline.errors import UserError
-from data_pipeline.fit import fit_categories, is_counted
+from data_pipeline.fit import fit_categories
 from data_pipeline.job import Job
 from data_pipeline.manifest import FILES, FORMAT, FORMAT_VERSION, SPLITS, IntegerColumn, Manifest, versions, write_manifest
 from data_pipeline.options import PassOptions, PreprocessOptions
@@ -55,7 +55,7 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     # Everything that determines the work folder's contents; `max_bad_rows` doesn't change them.
     identity = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
     identity |= {"min_count": options.min_count, "min_counts": dict(options.min_counts), "order": options.order}
-    counted = [number for number, name in enumerate(schema.categories) if is_counted(options, schema.column_of(name))]
+    counted = [number for number, name in enumerate(schema.categories) if options.buckets_of(schema.column_of(name)) is None]
     with open_job(options, schema, options.splitting, counted=counted, identity=identity, tell=tell) as (job, schedule):
         manifest = _run(job, options, schedule)
         write_manifest(manifest, job.work.data)

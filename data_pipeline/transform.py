@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_pipeline.atomic import refuse_overlap, replacing
-from data_pipeline.buckets import Counted
 from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
 from data_pipeline.counts import GroupCounts
 from data_pipeline.encoder import check_columns, new_logs_schema, open_encoder, recorded_log
@@ -38,6 +37,7 @@ from data_pipeline.manifest import (
 from data_pipeline.options import PassOptions
 from data_pipeline.pool import Schedule
 from data_pipeline.preprocess import open_job
+from data_pipeline.runs import Counted
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Splitting
 from data_pipeline.work import Tell

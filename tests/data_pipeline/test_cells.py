@@ -56,7 +56,6 @@ BYTES = pa.large_binary()
         ({"kind": "int64"}, pa.array(["9223372036854775807", f"93{0:017}", "5.5"]), [2.0**63], [f"93{0:017}", "5.5"]),
         ({"kind": "float"}, pa.array([1.5, float("nan"), 1e39, float("inf")]), [1.5, None], ["1e+39", "inf"]),
         ({"kind": "float"}, pa.array([".5", "-2e3", "+1.", "inf", "nan", "1e999", "1,5", "0x1", "--1", "1e"]), [0.5, -2000, 1], 7),
-        ({"kind": "float", "transform": "bucketize", "buckets": 3}, pa.array([None, "x"]), [None], ["x"]),
         ({"kind": "weight"}, pa.array(["0", "2.5", "-1", "", "nan", "1e40"]), [0, 2.5], ["-1", "", "nan", "1e40"]),
         ({"kind": "hex"}, pa.array(["fF", "", "123456789", "xyz"]), [255, None], ["123456789", "xyz"]),
         ({"kind": "hex"}, pa.array([-1, 0, 2**32 - 1, 2**32, None]), [0, 2**32 - 1, None], ["-1", "4294967296"]),

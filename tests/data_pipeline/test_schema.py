@@ -58,21 +58,3 @@ def test_bad_schemas(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "schema.toml").write_text(text)
     with pytest.raises(ValueError, match=r"^`schema` .*schema.toml: .*" + re.escape(message)):
         read_schema(tmp_path / "schema.toml")
-
-
-BOUNDARIES = "they must be finite numbers, each above the one before"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ("", 'transform = "bucketize" takes either boundaries or buckets'),
-        ("buckets = 3\nboundaries = [1]", 'transform = "bucketize" takes either boundaries or buckets'),
-        ("buckets = 1", "buckets is 1; it must be an integer from 2"),
-        *[(f"boundaries = [{shown}]", f"boundaries are [{shown}]; {BOUNDARIES}") for shown in ("2, 2", "", "nan")],
-    ],
-)
-def test_bad_ranges(tmp_path: Path, settings: str, message: str) -> None:
-    (tmp_path / "schema.toml").write_text(f'[columns.a]\nkind = "float"\ntransform = "bucketize"\n{settings}')
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_schema(tmp_path / "schema.toml")
