@@ -40,7 +40,6 @@ _EXPECTED = {
     "list": "a list of non-empty elements",
     "weight": "a finite number of at least 0",
     "time": 'a time in ISO 8601, nor a number; give its format in the schema, such as { kind = "time", format = "%m/%d/%Y %H:%M" }',
-    "user": "a user, which is text or an integer",
 }
 
 
@@ -84,7 +83,7 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
     for padded, column_of_lists in zip(list_keys, lists, strict=True):
         padded[: len(column_of_lists.values)] = column_of_lists.values
     ends = [np.cumsum(column.lengths) for column in lists if column.lengths is not None]
-    labels, split_on = schema.of_kind("label"), schema.of_kind("time", "user")
+    labels, times = schema.of_kind("label"), schema.of_kind("time")
     parsed = Parsed(
         labels=_stack([kept[name].values for name in labels], count, np.dtype(np.int8)),
         integers=_stack([kept[name].values for name in schema.integers], count, schema.number_dtype),
@@ -97,7 +96,7 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
         lines=rows,
         rejected=rows - count,
         reasons=tuple(reasons),
-        split_keys=kept[split_on[0]].values if split_on else None,
+        times=kept[times[0]].values if times else None,
         weights=kept[schema.weight].values.astype(np.float32) if schema.weight else None,
     )
     return parsed, good
@@ -136,8 +135,7 @@ def _read(array: pa.Array, column: Column, missing: tuple[str, ...] = ()) -> _Ce
             case "list":
                 return _read_lists(array, column)
             case _:
-                keys = _read_texts(array)
-                return _Cells(values=keys.values, missing=keys.missing, bad=keys.bad | (keys.missing & (column.kind == "user")))
+                return _read_texts(array)
     except pa.ArrowException as error:
         raise UserError(f"{column.name} has type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
 

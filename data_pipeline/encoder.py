@@ -57,7 +57,7 @@ def recorded_log(manifest: Manifest, folder: str | Path) -> LogSchema:
 
 
 def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
-    """Return the schema of new logs: detected for Criteo's, else `known` less absent labels, weights, times and users."""
+    """Return the schema of new logs: detected for Criteo's, else `known` less absent labels, weights and times."""
     if known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
         return detect_schema(log)
     layout = layout_of(log, known)
@@ -67,7 +67,7 @@ def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
 
 
 def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str | Path) -> None:
-    """Check that a new log has the columns of a data set's logs. Labels (all of them), weights, times and users may be absent.
+    """Check that a new log has the columns of a data set's logs. Labels (all of them), weights and times may be absent.
 
     Raises:
         ValueError: a column is missing, has another kind or setting, or is out of order; or the labels differ.

@@ -122,7 +122,7 @@ class PreprocessOptions(PassOptions):
         split: how rows are split, see `Splitting`.
         val_fraction: share of the rows for validation.
         test_fraction: share of the rows for the test.
-        seed: of a random split, or one by users.
+        seed: of a random split.
         val_from, test_from: times at which validation and test begin, in a split by time; None to derive them from the fractions.
 
     Raises:
@@ -185,7 +185,7 @@ class PreprocessOptions(PassOptions):
         names = ["split"]
         names += ["val_fraction", "test_fraction"] if self.split != "day" and self.val_from is None else []
         names += ["val_from", "test_from"] if self.val_from is not None else []
-        names += ["seed"] if self.split in ("random", "user") else []
+        names += ["seed"] if self.split == "random" else []
         names += ["min_count"] if self.hash_buckets is None else ["hash_buckets"]
         return {name: getattr(self, name) for name in (*names, "part_bytes", "max_bad_rows")}
 

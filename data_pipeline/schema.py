@@ -12,8 +12,8 @@
     user = { kind = "category", column = "user_id", hash_buckets = 100_000 }
     rating = { kind = "float", transform = "standardize" }
     importance = "weight"          # the row's weight in the loss
-    at = "time"                    # used by `--split time`, not stored; likewise "user" by `--split user`. Times that are neither
-                                   # ISO 8601 nor numbers: { kind = "time", format = "%m/%d/%Y %H:%M" }, as for strptime
+    at = "time"                    # used by `--split time`, not stored; times that are neither ISO 8601 nor
+                                   # numbers: { kind = "time", format = "%m/%d/%Y %H:%M" }, as for strptime
 
 Criteo's columns are built in: label, counts I1..I13, categories C1..C26 of 1 to 8 hex digits ("hex").
 """
@@ -33,11 +33,11 @@ import numpy as np
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 from data_pipeline.errors import UserError
 
-Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64", "float", "weight", "time", "user"]
+Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64", "float", "weight", "time"]
 KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # those that `parse` reads
 Transform = Literal["log", "standardize", "none"]
 Format = Literal["text", "csv", "jsonl"]
-NOT_FEATURES: tuple[Kind, ...] = ("ignore", "label", "weight", "time", "user")
+NOT_FEATURES: tuple[Kind, ...] = ("ignore", "label", "weight", "time")
 _NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
 _CATEGORIES: tuple[Kind, ...] = ("hex", "category", "list")
 _LONGEST_NAME = 150  # in bytes; file systems allow 255, and unfinished files have longer names
@@ -197,19 +197,17 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
         header=_header(content.get("header", False)),
         missing=_missing(content.get("missing", [])),
     )
-    kinds: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("time", "times"), ("user", "users"))
+    kinds: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("time", "times"))
     for kind, plural in kinds:
         if len(schema.of_kind(kind)) > 1:
             names = ", ".join(schema.of_kind(kind))
             raise UserError(f"columns {names} are all {plural}; there can be only one, so ignore the others")
-    if schema.of_kind("time") and schema.of_kind("user"):
-        raise UserError("one column is of kind time and one of kind user; rows are split by one of them, so ignore the other")
     if not schema.integers + schema.categories:
         raise UserError("no column is a number or category; there is nothing to learn from")
     for column in schema.columns:
         if not column.name and column.kind != "ignore":
             raise UserError("a column's name is empty; give the column a name, in the log and here, or ignore it")
-        if column.name == LABEL and column.kind not in ("ignore", "label", "time", "user"):
+        if column.name == LABEL and column.kind not in ("ignore", "label", "time"):
             raise UserError(f"column {LABEL} is of kind {column.kind}; the name is reserved for the label, so choose another one")
         if len(file_name(column.name).encode()) > _LONGEST_NAME:
             raise UserError(f"column {column.name[:40]}... has a name that is too long for its files; rename it")

@@ -135,11 +135,11 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     type=click.Choice(get_args(SplitKind)),
     default="chronological",
     show_default=True,
-    help="In order; by file, halving the last one for validation and test; at random; by a column of times; or by users.",
+    help="In order; by file, halving the last one for validation and test; at random; or by a column of times.",
 )
 @click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows for validation, just before the test rows.")
 @click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows for the test, at the end.")
-@click.option("--seed", default=0, show_default=True, help="Seed of a split at random or by users.")
+@click.option("--seed", default=0, show_default=True, help="Seed of a split at random.")
 @click.option("--val-from", type=TIME, metavar="TIME", help="Start of validation, by time: 2026-01-31T12:00 or a number.")
 @click.option("--test-from", type=TIME, metavar="TIME", help="Start of the test, likewise; give both instead of fractions.")
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:

@@ -132,7 +132,7 @@ def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
         ({"workers": 0}, "`workers` is 0; it must be at least 1"),
         ({"hash_buckets": 1}, "`hash_buckets` is 1; it must be at least 2"),
         ({"min_counts": {"C3": 0}}, "`min_count` C3=0: it must be at least 1"),
-        ({"split": "weekly"}, "`split` is 'weekly'; choose one of chronological, day, random, time, user"),
+        ({"split": "weekly"}, "`split` is 'weekly'; choose one of chronological, day, random, time"),
         ({"seed": 1 << 64}, r"`seed` is 18446744073709551616; it must be below 2\*\*64"),
         ({"split": "day"}, "`split` day needs several logs"),
         (

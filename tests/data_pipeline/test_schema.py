@@ -40,7 +40,6 @@ from data_pipeline.schema import read_schema
             '[columns]\na = { kind = "hex", hash_buckets = 9, max_ids = 3 }',
             "a: max_ids limits a vocabulary, which hash_buckets replaces",
         ),
-        ('[columns]\na = "time"\nb = "user"\nc = "hex"', "rows are split by one of them, so ignore the other"),
         ('missing = "NA"\n[columns]\na = "hex"', "missing is 'NA'; write a list of texts"),
         ('[columns]\na = { kind = "time", format = "ISO" }\nb = "hex"', "a: format is 'ISO'; write it as for strptime"),
         ('[columns]\na = "label"', "there is nothing to learn from"),

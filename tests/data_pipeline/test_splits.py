@@ -16,7 +16,6 @@ import pytest
 from random_logs import random_rows, read, to_text
 
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.reference import hash_text
 from data_pipeline.schema import read_schema
 from data_pipeline.splits import SplitKind, Splitting
 from data_pipeline.transform import TransformOptions, transform
@@ -117,8 +116,8 @@ separator = ","
 header = true
 [columns]
 click = "label"
-when = "{time}"
-who = "{user}"
+when = "time"
+who = "ignore"
 page = "category"
 """
 
@@ -132,8 +131,7 @@ def visits(tmp_path: Path) -> Callable[..., PreprocessOptions]:
     (tmp_path / "visits.csv").write_text("\n".join(["click,when,who,page", *rows]) + "\n")
 
     def options(split: SplitKind, **others: Any) -> PreprocessOptions:
-        kinds = {"time": "ignore", "user": "ignore"} | {split: split}
-        (tmp_path / "visits.toml").write_text(VISITS.format(**kinds))
+        (tmp_path / "visits.toml").write_text(VISITS)
         return PreprocessOptions(
             inputs=(tmp_path / "visits.csv",),
             output=tmp_path / f"by {split}",
@@ -176,19 +174,6 @@ def test_by_time(visits: Callable[..., PreprocessOptions], others: dict[str, flo
         assert (manifest.options["val_from"], manifest.options["test_from"]) == tuple(start + 86400 * day for day in days)
 
 
-def test_by_user(visits: Callable[..., PreprocessOptions]) -> None:
-    options = visits("user", val_fraction=0.2, test_fraction=0.2, seed=4)
-    manifest = preprocess(options)
-    verify(manifest, options.output)
-    frame = pd.read_csv(str(options.inputs[0]))
-    users = np.array([hash_text(user.encode()) for user in frame["who"]], np.uint64)
-    drawn = options.splitting.drawn(0, users)
-    for number, split in enumerate(("train", "val", "test")):
-        assert manifest.splits[split].rows == (drawn == number).sum() > 0
-        assert read(options.output, split)["label"].tolist() == frame["click"][drawn == number].tolist()
-    assert pd.Series(drawn).groupby(frame["who"]).nunique().eq(1).all()
-
-
 def test_new_rows_are_split_at_the_same_times(visits: Callable[..., PreprocessOptions], tmp_path: Path) -> None:
     options = visits("time")
     preprocess(options)
@@ -198,17 +183,13 @@ def test_new_rows_are_split_at_the_same_times(visits: Callable[..., PreprocessOp
     (tmp_path / "today.csv").write_text("who,page\nu,1\n")
     with pytest.raises(ValueError, match="`split` time needs a column of kind time; name one in `schema`"):
         transform(TransformOptions(inputs=(tmp_path / "today.csv",), data=options.output, output=tmp_path / "other"))
-    with pytest.raises(ValueError, match="`split` user needs a column of kind user; name one in `schema`"):
-        preprocess(replace(options, split="user", output=tmp_path / "other"))
     for cell, shown in ((b"", ""), (b"2026-02-30", "2026-02-30"), (b"2026-02-03T24:01", "2026-02-03T24:01"), (b"\xff", r"\\xff")):
         (tmp_path / "visits.csv").write_bytes(b"click,when,who,page\n1,2026-02-28,u,1\n1,%b,u,1\n" % cell)
         with pytest.raises(ValueError, match=rf"visits.csv:3: when '{shown}' is not a time"):
             preprocess(replace(options, output=tmp_path / "other"))
 
 
-def test_times_and_users_are_read_only_where_rows_are_split_by_them(
-    visits: Callable[..., PreprocessOptions], tmp_path: Path
-) -> None:
+def test_times_are_read_only_where_rows_are_split_by_them(visits: Callable[..., PreprocessOptions], tmp_path: Path) -> None:
     options = visits("time")
     (tmp_path / "visits.csv").write_text("click,when,who,page\n1,11/7/2017 9:30,u,1\n" + "0,,u,1\n" * 9)
     with pytest.raises(ValueError, match="when '11/7/2017 9:30' is not a time in ISO 8601"):
