@@ -15,7 +15,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path
 
 from filelock import SoftFileLock, Timeout
 
@@ -45,15 +45,17 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
+def refuse_overlap(output: Path, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
     """Refuse an output that contains paths of the setting `option`, links included, or with `within` lies in one of them.
 
     Raises:
         ValueError: they overlap; the message names both.
     """
-    target: PurePath = PurePosixPath(output) if isinstance(output, str) else resolved(output)
+    target = resolved(output)
     for path in paths:
-        origin: PurePath = PurePosixPath(path) if isinstance(path, str) else _real(path)
+        if isinstance(path, str):  # a URL
+            continue
+        origin = _real(path)
         if origin.is_relative_to(target) or (within and target.is_relative_to(origin)):
             raise UserError(f"`output` {output} and `{option}` {path} overlap; choose another `output`")
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, get_args
 
 from data_pipeline.atomic import refuse_overlap
@@ -31,7 +32,7 @@ class PassOptions:
 
     Args:
         inputs: logs in chronological order, as paths or URLs.
-        output: a new or empty folder, or a file, to write; data sets can also be written to a URL.
+        output: a new or empty folder, or a file, to write.
         max_bad_rows: how many malformed lines to drop before the run stops with an error.
         overwrite: replace a finished output.
         part_bytes: bytes of text in a part, the unit of work; a shard holds a part's rows, about 270,000 of Criteo's in 64 MiB.
@@ -45,7 +46,7 @@ class PassOptions:
     """
 
     inputs: tuple[Source, ...]
-    output: Source
+    output: Path
     max_bad_rows: int = 0
     overwrite: bool = False
     part_bytes: int = 64 * _MIB

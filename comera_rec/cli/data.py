@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from comera_rec.cli.errors import with_options
-from comera_rec.cli.types import BYTES, LOCATION, TIME
+from comera_rec.cli.types import BYTES, TIME
 from data_pipeline.errors import UserError
 from data_pipeline.inspection import find_id, find_text, to_text
 from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, read_manifest
@@ -113,7 +113,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
 
 @click.command()
 @_pass_options
-@click.option("--output", type=LOCATION, required=True, metavar="DATA", help="Folder or URL of the data set, new or empty.")
+@click.option("--output", type=_PATH, required=True, metavar="DATA", help="Folder of the data set, new or empty.")
 @click.option("--schema", type=_PATH, metavar="FILE", help="TOML file that names the columns of logs other than Criteo's.")
 @click.option(
     "--min-count",
@@ -168,7 +168,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
 @click.command()
 @_pass_options
 @click.option("--data", type=_PATH, required=True, help="The data set whose vocabularies to use.")
-@click.option("--output", type=LOCATION, required=True, metavar="NEWDATA", help="Folder or URL of the new data set.")
+@click.option("--output", type=_PATH, required=True, metavar="NEWDATA", help="Folder of the new data set.")
 @click.option(
     "--schema",
     type=_PATH,
@@ -275,7 +275,7 @@ def _columns_of_new_values(manifest: Manifest, known: Manifest) -> list[str]:
     ]
 
 
-def _summary(manifest: Manifest, output: Source, seconds: float) -> str:
+def _summary(manifest: Manifest, output: Path, seconds: float) -> str:
     rows = manifest.rows
     lines = [
         f"rows: {rows.read:,} read, {rows.written:,} written, {rows.rejected:,} rejected",

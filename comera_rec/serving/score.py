@@ -128,7 +128,7 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
         (records,) = pass_over(job, schedule, work_on, ScoredPart, folder="shards", description="scoring")
         if tuple(map(identify_log, options.inputs)) != logs:
             raise inputs_changed()
-        _join(work, records, Path(options.output), "line", job.first_line(0))
+        _join(work, records, options.output, "line", job.first_line(0))
     return _scored(records, min(options.threads, units))
 
 
@@ -179,7 +179,7 @@ def _score_data_set(options: ScoreOptions, tell: Tell) -> Scored:
         for record in executor.map(partial(_score_group, work, manifest, options.model), *zip(*enumerate(groups), strict=True)):
             records[len(records)] = record
             bar.update(record.rows)
-        _join(work, records, Path(options.output), "row", 0)
+        _join(work, records, options.output, "row", 0)
     return _scored(records, min(options.threads, len(groups)))
 
 
