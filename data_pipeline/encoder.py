@@ -17,6 +17,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,38 +57,42 @@ def recorded_log(manifest: Manifest, folder: str | Path) -> LogSchema:
     return manifest.log
 
 
-def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
-    """Return the schema of new logs: detected for Criteo's, else `known` less absent labels, weights and times."""
+def schema_of_new_logs(manifest: Manifest, data: Path, log: Source, *, given: LogSchema | None = None) -> LogSchema:
+    """Return the schema of new logs for a data set, which may lack labels (all of them), weights and times.
+
+    Args:
+        given: of the user; None to detect it for Criteo's logs, or else take that of the data set's logs.
+
+    Raises:
+        ValueError: a column is missing, has another kind or setting, or is out of order; or the labels differ.
+    """
+    known = recorded_log(manifest, data)
+    schema = given or _detected(known, log)
+
+    def columns(log_schema: LogSchema) -> list[str]:
+        return [f"{column.name} ({_settings(column)})" for column in log_schema.columns if column.kind not in NOT_FEATURES]
+
+    if schema.labels and known.labels and schema.labels != known.labels:
+        raise UserError(
+            f"`input` {log} has the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
+            "give logs with all of these labels or none, or name the columns with `schema`"
+        )
+    for actual, expected in zip_longest(columns(schema), columns(known), fillvalue="none"):
+        if actual != expected:
+            raise UserError(
+                f"`input` {log} has other columns than the logs of {data}: {actual} where {expected} is expected; "
+                "give logs with the same columns, or name them with `schema`"
+            )
+    return schema
+
+
+def _detected(known: LogSchema, log: Source) -> LogSchema:
     if known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
         return detect_schema(log)
     layout = layout_of(log, known)
     named = set(layout) if isinstance(layout, tuple) else {column.source for column in known.columns}
     kept = [column for column in known.columns if column.kind not in NOT_FEATURES or column.source in named]
     return replace(known, columns=tuple(kept))
-
-
-def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str | Path) -> None:
-    """Check that a new log has the columns of a data set's logs. Labels (all of them), weights and times may be absent.
-
-    Raises:
-        ValueError: a column is missing, has another kind or setting, or is out of order; or the labels differ.
-    """
-
-    def columns(log_schema: LogSchema) -> list[str]:
-        return [f"{column.name} ({_settings(column)})" for column in log_schema.columns if column.kind not in NOT_FEATURES]
-
-    log_columns, data_columns = [*columns(schema), "none"], [*columns(known), "none"]
-    if schema.labels and known.labels and schema.labels != known.labels:
-        raise UserError(
-            f"`input` {log} has the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
-            "give logs with all of these labels or none, or name the columns with `schema`"
-        )
-    if log_columns != data_columns:
-        actual, expected = next(pair for pair in zip(log_columns, data_columns, strict=False) if pair[0] != pair[1])
-        raise UserError(
-            f"`input` {log} has other columns than the logs of {data}: {actual} where {expected} is expected; "
-            "give logs with the same columns, or name them with `schema`"
-        )
 
 
 def _settings(column: Column) -> str:

@@ -13,10 +13,8 @@ runs resume part by part (`work`). The result depends only on inputs and options
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from data_pipeline.count_pass import count_logs, find_times, split_bounds, train_and_rest
 from data_pipeline.counts import GroupCounts, IntegerCounts
@@ -24,15 +22,12 @@ from data_pipeline.encoder import open_encoder
 from data_pipeline.errors import UserError
 from data_pipeline.fit import fit_categories
 from data_pipeline.job import Job
-from data_pipeline.manifest import FILES, FORMAT, FORMAT_VERSION, SPLITS, IntegerColumn, Manifest, versions, write_manifest
-from data_pipeline.options import PassOptions, PreprocessOptions
+from data_pipeline.manifest import FORMAT, FORMAT_VERSION, IntegerColumn, Manifest, write_manifest
+from data_pipeline.options import PreprocessOptions
 from data_pipeline.order_pass import order_vocabularies
-from data_pipeline.parts import check_layout, detect_schema, inputs_changed
-from data_pipeline.pool import Schedule, dask_schedule, on_threads
-from data_pipeline.schema import LogSchema
-from data_pipeline.sources import identify_log
-from data_pipeline.splits import Splitting
-from data_pipeline.work import Tell, work_folder
+from data_pipeline.parts import detect_schema
+from data_pipeline.pool import Schedule, open_job
+from data_pipeline.work import Tell
 from data_pipeline.write_pass import count_zeros, describe_rows, write_logs
 
 _ROUNDING = 1e-12  # of a standard deviation, relative to the largest value
@@ -60,35 +55,6 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
         manifest = _run(job, options, schedule)
         write_manifest(manifest, job.work.data)
     return manifest
-
-
-@contextmanager
-def open_job(
-    options: PassOptions, schema: LogSchema, splitting: Splitting, *, counted: Iterable[int], identity: dict[str, Any], tell: Tell
-) -> Iterator[tuple[Job, Schedule]]:
-    """Yield a run that writes a data set, and what schedules its passes; the data set is put in place when the block ends.
-
-    Args:
-        identity: what determines the results besides logs, columns and versions, as JSON values.
-    """
-    logs = tuple(map(identify_log, options.inputs))
-    layouts = tuple(check_layout(log, schema) for log in options.inputs)
-    schema = splitting.schema_used(schema)
-    identity = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()} | identity
-    scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
-    with (
-        scheduled as schedule,
-        work_folder(options.output, identity=identity, files=FILES, overwrite=options.overwrite, tell=tell) as work,
-    ):
-        for folder in (*SPLITS, "vocabulary"):
-            (work.data / folder).mkdir(exist_ok=True)
-        job = Job(
-            options=options, schema=schema, logs=logs, work=work, splitting=splitting, layouts=layouts, counted=frozenset(counted)
-        )
-        yield job, schedule
-        work.remove_unfinished()
-        if tuple(map(identify_log, options.inputs)) != logs:
-            raise inputs_changed()
 
 
 def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
