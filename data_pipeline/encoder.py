@@ -25,7 +25,7 @@ import numpy as np
 
 from data_pipeline.errors import UserError
 from data_pipeline.hashing import HashedIds, open_tables
-from data_pipeline.manifest import REMEDY, CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
+from data_pipeline.manifest import CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
 from data_pipeline.parse import Parsed, truncate_lists
 from data_pipeline.parts import detect_schema, layout_of
 from data_pipeline.reference import hash_text
@@ -46,17 +46,6 @@ class Flat(NamedTuple):
     lengths: np.ndarray  # [F * B] int32 ids of each column and row
 
 
-def recorded_log(manifest: Manifest, folder: str | Path) -> LogSchema:
-    """Return the schema of a data set's logs.
-
-    Raises:
-        ValueError: an earlier version wrote the data set without the schema, or without lookup tables.
-    """
-    if manifest.log is None or any(column.vocabulary and not column.table for column in manifest.categorical_columns):
-        raise UserError(f"{folder} was written by an earlier version, without the tables that encode new rows; {REMEDY}")
-    return manifest.log
-
-
 def schema_of_new_logs(manifest: Manifest, data: Path, log: Source, *, given: LogSchema | None = None) -> LogSchema:
     """Return the schema of new logs for a data set, which may lack labels (all of them), weights and times.
 
@@ -66,7 +55,7 @@ def schema_of_new_logs(manifest: Manifest, data: Path, log: Source, *, given: Lo
     Raises:
         ValueError: a column is missing, has another kind or setting, or is out of order; or the labels differ.
     """
-    known = recorded_log(manifest, data)
+    known = manifest.log
     schema = given or _detected(known, log)
 
     def columns(log_schema: LogSchema) -> list[str]:
@@ -146,13 +135,12 @@ class RequestEncoder:
     column, "" stand for a missing value. Unknown names are ignored.
 
     Raises:
-        ValueError: it is not a data set, an earlier version wrote it, or its tables are missing.
+        ValueError: it is not a data set, or its tables are missing.
     """
 
     def __init__(self, data: str | Path) -> None:
-        self.manifest = read_manifest(data)
-        log = recorded_log(self.manifest, data)
-        self._encoder = open_encoder(self.manifest.integer_columns, self.manifest.categorical_columns, Path(data), log)
+        manifest = self.manifest = read_manifest(data)
+        self._encoder = open_encoder(manifest.integer_columns, manifest.categorical_columns, Path(data), manifest.log)
         schema = self._encoder.schema
         number_readers = _READ_NUMBER | {"float": _float32}
         columns = {column.name: column for column in schema.columns}

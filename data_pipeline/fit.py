@@ -118,7 +118,7 @@ def extend_vocabulary(
         ValueError: there are more ids than an int32 can hold.
     """
     assert column.vocabulary, "only columns with a vocabulary are extended"
-    assert column.table, "`recorded_log` refuses data sets without tables"
+    assert column.table, "which is written with the vocabulary"
     known_rows, vocabulary = column.vocabulary.rows, check_file(column.vocabulary, known)
     id_source = TableIds(check_file(column.table, known), key_dtype, room)
     most = None if max_ids is None else max(0, max_ids - known_rows)

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from data_pipeline.encoder import recorded_log
 from data_pipeline.errors import UserError
 from data_pipeline.hashing import HashedIds, IdSource, TableIds, encode_keys
 from data_pipeline.manifest import CategoricalColumn, Manifest, check_file
 from data_pipeline.reference import hash_text
-from data_pipeline.schema import Kind, LogSchema
+from data_pipeline.schema import Kind
 
 TOP = (1, 10, 100, 1_000, 10_000)
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
@@ -95,7 +94,7 @@ def find_id(manifest: Manifest, folder: Path, column: str, number: int) -> Entry
     Raises:
         ValueError: there is no such column or id, or the data set doesn't store the column's texts.
     """
-    kind, described, _ = _column(manifest, folder, column)
+    kind, described = _column(manifest, folder, column)
     if not 0 <= number < described.num_embeddings:
         raise UserError(f"`id` is {number}; ids of {column} are 0 to {described.num_embeddings - 1}")
     if not number:
@@ -114,7 +113,8 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
     Raises:
         ValueError: there is no such column, or the text can't be one of its values.
     """
-    kind, described, schema = _column(manifest, folder, column)
+    kind, described = _column(manifest, folder, column)
+    schema = manifest.log
     if not text or text in schema.missing:
         return Entry(column=column, id=0, text=None, count=None)
     if kind == "hex" and not _HEX.fullmatch(text):
@@ -129,12 +129,11 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
     return Entry(column=column, id=number, text=text, count=count)
 
 
-def _column(manifest: Manifest, folder: Path, name: str) -> tuple[Kind, CategoricalColumn, LogSchema]:
-    schema = recorded_log(manifest, folder)
+def _column(manifest: Manifest, folder: Path, name: str) -> tuple[Kind, CategoricalColumn]:
     described = {column.name: column for column in manifest.categorical_columns}
     if name not in described:
         raise UserError(f"`column` {name}: {folder} has no such categorical column; choose one of {', '.join(described)[:200]}")
-    return schema.column_of(name).kind, described[name], schema
+    return manifest.log.column_of(name).kind, described[name]
 
 
 def _entry(column: CategoricalColumn, folder: Path, number: int) -> tuple[int, int]:

@@ -166,7 +166,7 @@ class Manifest:
     """Everything that training needs to know about a data set. label and weight are None if the logs lack them.
 
     other_labels: the labels after the first.
-    log: the schema of the logs; None if an earlier version wrote the data set.
+    log: the schema of the logs.
     transformed: None if the vocabularies were built from this data set's training rows. Otherwise the integer columns' min and max
         and the vocabularies with their counts are those of the data set it names, extended by new values where `grown` says so,
         and distinct values were not counted.
@@ -183,7 +183,7 @@ class Manifest:
     integer_columns: tuple[IntegerColumn, ...]
     categorical_columns: tuple[CategoricalColumn, ...]
     splits: dict[str, Split]
-    log: LogSchema | None = None
+    log: LogSchema
     transformed: Transformed | None = None
     other_labels: tuple[Label, ...] = ()
     weight: Weight | None = None

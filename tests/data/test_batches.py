@@ -34,6 +34,7 @@ from data_pipeline.manifest import (
     read_manifest,
     write_manifest,
 )
+from data_pipeline.schema import LogSchema
 
 NUM_EMBEDDINGS = (50, 7)
 TAGS = 11
@@ -99,6 +100,7 @@ def write_dataset(
         )
         + ((dataclasses.replace(_C1, name="T1", num_embeddings=TAGS, is_list=True),) if lists else ()),
         splits=splits,
+        log=LogSchema(columns=()),
     )
     write_manifest(manifest, folder)
     return folder
