@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from random_logs import files_of, random_rows, read, to_text
+from random_logs import files_of, random_rows, read
 
 from data_pipeline.manifest import Manifest, file_sha256, read_manifest
 from data_pipeline.options import PreprocessOptions
@@ -111,21 +111,6 @@ def test_hashed_and_lists_by_schema(tmp_path: Path, write_log: WriteLog) -> None
         for split in ("train", "val", "test"):
             pd.testing.assert_frame_equal(read(again.output, split), read(options.output, split))
             pd.testing.assert_frame_equal(read(unlabeled.output, split), read(options.output, split).drop(columns="label"))
-
-
-def test_resumed(data: Path, write_log: WriteLog) -> None:
-    """Stopped by a malformed line in the last part, it resumes after the finished parts and writes the same bytes."""
-    log = write_log(to_text(ROWS) + b"bad\n", "new.tsv")
-    options, messages = to_options(data, log, part_bytes=9_000), list[str]()
-    with pytest.raises(ValueError, match=r"new\.tsv:301: 1 columns where 40 are expected; fix the log"):
-        transform(options)
-    assert not options.output.exists()
-    allowed = replace(options, max_bad_rows=1)
-    transform(allowed, messages.append)
-    assert "resuming an interrupted run" in messages[0]
-    whole = replace(allowed, output=data.parent / "whole")
-    transform(whole)
-    assert files_of(options.output) == files_of(whole.output)
 
 
 def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
