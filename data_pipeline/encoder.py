@@ -11,7 +11,6 @@ Letters: B rows, I integer columns, F categorical columns.
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -131,8 +130,8 @@ class RequestEncoder:
     """Encodes rows given as values by column.
 
     Integers are int (or float, in columns of kind float), hex columns str of 1 to 8 hex digits, other categories str or int (or
-    bool, as 1 or 0), list columns lists of these. None, an empty list and, in a categorical
-    column, "" stand for a missing value. Unknown names are ignored.
+    bool, as 1 or 0), list columns lists of these. None, an empty list and, in a categorical column, "" stand for a missing value.
+    Unknown names are ignored.
 
     Raises:
         ValueError: it is not a data set, or its tables are missing.
@@ -142,11 +141,7 @@ class RequestEncoder:
         manifest = self.manifest = read_manifest(data)
         self._encoder = open_encoder(manifest.integer_columns, manifest.categorical_columns, Path(data), manifest.log)
         schema = self._encoder.schema
-        number_readers = _READ_NUMBER | {"float": _float32}
-        columns = {column.name: column for column in schema.columns}
-        self._numbers = [(columns[name], number_readers[columns[name].kind]) for name in schema.integers]
-        self._keys = [(columns[name], _READ_KEY[columns[name].kind]) for name in schema.singles]
-        self._lists = [(columns[name], _list) for name in schema.lists]
+        self._columns = [[schema.column_of(name) for name in names] for names in (schema.integers, schema.singles, schema.lists)]
         self._dtypes = schema.number_dtype, schema.key_dtype
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Flat:
@@ -159,10 +154,7 @@ class RequestEncoder:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise UserError(f"row {number} is {_show(row)}, which is not an object with a value for each column")
-        numbers, keys, lists = (
-            [_cells(rows, column, read, schema.missing) for column, read in columns]
-            for columns in (self._numbers, self._keys, self._lists)
-        )
+        numbers, keys, lists = ([_cells(rows, column, schema.missing) for column in columns] for columns in self._columns)
         integers, integer_missing = _columns(numbers, len(rows), self._dtypes[0])
         singles, key_missing = _columns(keys, len(rows), self._dtypes[1])
         flat = [[key for cell in column for key in cell] for column in lists]
@@ -187,9 +179,10 @@ class RequestEncoder:
         return flatten(self._encoder, truncate_lists(parsed, schema))
 
 
-def _cells(rows: Sequence[Mapping[str, Any]], column: Column, read: Callable[[Any], Any], missing: Sequence[str]) -> list[Any]:
+def _cells(rows: Sequence[Mapping[str, Any]], column: Column, missing: Sequence[str]) -> list[Any]:
     """Read a column's values; None where missing."""
     cells: list[Any] = []
+    read, expected = _READ[column.kind]
     try:
         for row in rows:
             cell = row[column.name]
@@ -198,7 +191,7 @@ def _cells(rows: Sequence[Mapping[str, Any]], column: Column, read: Callable[[An
         raise UserError(f"row {len(cells)} has no {column.name}; give null where its value is missing") from error
     except ValueError as error:
         shown = _show(rows[len(cells)][column.name])
-        raise UserError(f"row {len(cells)}: {column.name} is {shown}, which is not {_expected(column)}") from error
+        raise UserError(f"row {len(cells)}: {column.name} is {shown}, which is not {expected}") from error
     return cells
 
 
@@ -217,12 +210,6 @@ def _integer(cell: Any, bits: int = 32) -> int | None:
 
 
 def _float(cell: Any) -> float | None:
-    if cell is None or (type(cell) in (int, float) and math.isfinite(cell)):
-        return cell
-    raise ValueError
-
-
-def _float32(cell: Any) -> float | None:
     if cell is None or (type(cell) in (int, float) and abs(cell) <= _LARGEST):
         return cell
     raise ValueError
@@ -257,19 +244,14 @@ def _list(cell: Any) -> list[int]:
     return keys
 
 
-_READ_NUMBER: dict[str, Callable[[Any], float | None]] = {"integer": _integer, "int64": partial(_integer, bits=64), "float": _float}
-_READ_KEY: dict[str, Callable[[Any], int | None]] = {"hex": _hex, "category": _text}
-
-
-def _expected(column: Column) -> str:
-    return {
-        "integer": "a 32-bit integer or null",
-        "int64": "a 64-bit integer or null",
-        "float": "a finite number or null",
-        "hex": "a string of 1 to 8 hex digits or null",
-        "category": "a string, an integer or null",
-        "list": "a list of non-empty strings or integers, or null",
-    }[column.kind]
+_READ: dict[str, tuple[Callable[[Any], Any], str]] = {  # of each kind, what reads a cell, and what it expects
+    "integer": (_integer, "a 32-bit integer or null"),
+    "int64": (partial(_integer, bits=64), "a 64-bit integer or null"),
+    "float": (_float, "a finite number or null"),
+    "hex": (_hex, "a string of 1 to 8 hex digits or null"),
+    "category": (_text, "a string, an integer or null"),
+    "list": (_list, "a list of non-empty strings or integers, or null"),
+}
 
 
 def _show(value: Any) -> str:

@@ -126,7 +126,10 @@ def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
             {"memory_limit": 400 << 20},
             "`memory_limit` 400 MiB is too little for parts of 64 MiB, which need 512 MiB; raise it, or lower `part_bytes`",
         ),
-        ({"memory_limit": 1000}, "`memory_limit` 1000 bytes is too little for parts of 64 MiB"),
+        (
+            {"memory_limit": 1000},
+            "`memory_limit` 1000 bytes is too little for parts of 64 MiB, .*; raise it, as any parts need more than 384 MiB",
+        ),
         ({"max_bad_rows": -1}, "`max_bad_rows` is -1; it must be at least 0"),
         ({"val_fraction": -0.1}, "`val_fraction` is -0.1; it must be at least 0 and below 1"),
         ({"test_fraction": float("nan")}, "`test_fraction` is nan"),

@@ -20,14 +20,6 @@ from data_pipeline.verify import verify
 
 WriteLog = Callable[..., Path]
 ROWS = random_rows(300)
-SCHEMA = """
-separator = ","
-[columns]
-{columns}
-shop = "category"
-cents = "integer"
-tags = {{ kind = "list", separator = " " }}
-"""
 
 
 @pytest.fixture
@@ -93,24 +85,13 @@ def test_from_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
     pd.testing.assert_frame_equal(read(data.parent / "second", "val"), read(data, "train").iloc[:100])
 
 
-def test_hashed_and_lists_by_schema(tmp_path: Path, write_log: WriteLog) -> None:
-    """The schema is kept in the manifest; for a log without labels, another schema names its columns."""
-    (tmp_path / "shop.toml").write_text(SCHEMA.format(columns='click = "label"'))
-    (tmp_path / "new.toml").write_text(SCHEMA.format(columns='visitor = "ignore"'))
-    lines = ["1,a,5,x y", "0,b,,y", "0,a,7,", "1,a,5,x x x"] * 5
-    log, new = write_log("\n".join(lines).encode(), "shop.csv"), write_log("\n".join(lines).encode(), "new.csv")
-    for number, buckets in enumerate((None, 50)):
-        options = PreprocessOptions(
-            inputs=(log,), output=tmp_path / f"data{number}", schema=read_schema(tmp_path / "shop.toml"), hash_buckets=buckets
-        )
-        preprocess(options)
-        again = TransformOptions(inputs=(log,), data=options.output, output=tmp_path / f"again{number}")
-        checked(again)
-        unlabeled = replace(again, inputs=(new,), schema=read_schema(tmp_path / "new.toml"), output=tmp_path / f"new{number}")
-        checked(unlabeled)
-        for split in ("train", "val", "test"):
-            pd.testing.assert_frame_equal(read(again.output, split), read(options.output, split))
-            pd.testing.assert_frame_equal(read(unlabeled.output, split), read(options.output, split).drop(columns="label"))
+def test_hashed_by_the_option_for_all_columns(tmp_path: Path, write_log: WriteLog) -> None:
+    preprocess(PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data", hash_buckets=50))
+    manifest = checked(to_options(tmp_path / "data", write_log(ROWS, "again.tsv")))
+    assert {(column.num_embeddings, column.vocabulary, column.distinct) for column in manifest.categorical_columns} == {
+        (50, None, None)
+    }
+    pd.testing.assert_frame_equal(read(tmp_path / "new"), read(tmp_path / "data"))
 
 
 def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
