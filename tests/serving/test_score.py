@@ -123,7 +123,3 @@ def test_new_days(model: Path, data: Path, tmp_path: Path) -> None:
         score(options(model, tmp_path / "new", tmp_path / "no", split="train"))
     with pytest.raises(ValueError, match="`split` is 'all'; choose one of train, val, test"):
         score(options(model, tmp_path / "new", tmp_path / "no", split="all"))
-    with pytest.raises(ValueError, match=r"none\.pt2 doesn't exist"):
-        score(options(tmp_path / "none.pt2", tmp_path / "new", tmp_path / "no"))
-    with pytest.raises(ValueError, match="scores already exists; add `overwrite` to replace it"):
-        score(options(model, tmp_path / "new", tmp_path / "scores"))
