@@ -112,7 +112,7 @@ def _apply_to_log(
     manifest = read_manifest(options.data)
     schema = Splitting().schema_used(schema_of_new_logs(manifest, options.data, options.inputs[0]))
     encoder = open_encoder(manifest.integer_columns, manifest.categorical_columns, options.data, schema)
-    identity |= {"data": str(options.data), "part_bytes": options.part_bytes}
+    identity = identity | {"data": str(options.data), "part_bytes": options.part_bytes}
     workers = min(options.threads, count_parts(options.inputs[0], options.part_bytes) or 1)
     with (
         _executor(workers, preload) as executor,
@@ -162,7 +162,7 @@ def _apply_to_split(
     check_shards(manifest, folder)
     paths = [folder / shard.path for shard in shards]
     groups = [(path, group) for path in paths for group in range(pq.read_metadata(path).num_row_groups)]
-    identity |= {"input": [shard.sha256 for shard in shards], "split": options.split}
+    identity = identity | {"input": [shard.sha256 for shard in shards], "split": options.split}
     workers, records = min(options.threads, len(groups)), list[AppliedPart]()
     with (
         work_folder(options.output, identity=identity, files=None, overwrite=options.overwrite, tell=tell) as work,
