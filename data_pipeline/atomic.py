@@ -15,7 +15,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path
 
 from filelock import SoftFileLock, Timeout
 
@@ -45,15 +45,17 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
+def refuse_overlap(output: Path, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
     """Refuse an output that contains paths of the setting `option`, links included, or with `within` lies in one of them.
 
     Raises:
         ValueError: they overlap; the message names both.
     """
-    target: PurePath = PurePosixPath(output) if isinstance(output, str) else resolved(output)
+    target = resolved(output)
     for path in paths:
-        origin: PurePath = PurePosixPath(path) if isinstance(path, str) else _real(path)
+        if isinstance(path, str):  # a URL
+            continue
+        origin = _real(path)
         if origin.is_relative_to(target) or (within and target.is_relative_to(origin)):
             raise UserError(f"`output` {output} and `{option}` {path} overlap; choose another `output`")
 
@@ -151,29 +153,26 @@ def _holder(lock: SoftFileLock) -> str:
 
 
 @contextmanager
-def finished(output: Path, *, files: tuple[str, ...] | None = None, overwrite: bool) -> Iterator[Path]:
-    """Yield a path that is renamed to `output` when the block ends, or removed if it raises: of a folder, or of a file to write.
+def finished(output: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield the path of a file to write, which is renamed to `output` when the block ends, or removed if it raises.
 
     Args:
-        output, files, overwrite: as for `check_output`.
+        output, overwrite: as for `check_output`.
 
     Raises:
         ValueError: output must not be written.
         OSError: it cannot be written (no permission, disk full); the message names it.
     """
     output = resolved(output)
-    check_output(output, files=files, overwrite=overwrite)
+    check_output(output, files=None, overwrite=overwrite)
     work = hidden(output, "partial")
     try:
         make_parent(output)
         with locked(output):
             try:
                 remove(work)
-                if files:
-                    work.mkdir()
                 yield work
-                for path in (*(_files_in(work) if files else ()), work):
-                    sync(path)
+                sync(work)
                 put_in_place(work, output)
             finally:
                 remove(work)

@@ -9,14 +9,13 @@ Letters: n rows of a part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_pipeline import native
-from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.errors import UserError
 from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed
@@ -41,7 +40,6 @@ _EXPECTED = {
     "list": "a list of non-empty elements",
     "weight": "a finite number of at least 0",
     "time": 'a time in ISO 8601, nor a number; give its format in the schema, such as { kind = "time", format = "%m/%d/%Y %H:%M" }',
-    "user": "a user, which is text or an integer",
 }
 
 
@@ -69,11 +67,7 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
         ValueError: a column has a type that can't be read as its kind.
     """
     cells = {
-        column.name: _read_transformed(columns[column.name], column)
-        if schema.transformed and column.kind == "integer"
-        else _read(columns[column.name], column, schema.missing)
-        for column in schema.columns
-        if column.kind != "ignore"
+        column.name: _read(columns[column.name], column, schema.missing) for column in schema.columns if column.kind != "ignore"
     }
     good = ~np.any([np.zeros(rows, np.bool_), *(column.bad for column in cells.values())], axis=0)
     reasons = []
@@ -81,7 +75,6 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
         column = next(column for column in schema.columns if column.name in cells and cells[column.name].bad[row])
         cell = _as_text(columns[column.name][row].as_py(), column)
         expected = f"a time of the format {column.format}" if column.format else _EXPECTED[column.kind]
-        expected = _EXPECTED["float"] if schema.transformed and column.kind == "integer" else expected
         reasons.append((row, mismatch(cell, column, expected)))
     kept = {name: _take(column, good) for name, column in cells.items()}
     count = int(good.sum())
@@ -90,7 +83,7 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
     for padded, column_of_lists in zip(list_keys, lists, strict=True):
         padded[: len(column_of_lists.values)] = column_of_lists.values
     ends = [np.cumsum(column.lengths) for column in lists if column.lengths is not None]
-    labels, split_on = schema.of_kind("label"), schema.of_kind("time", "user")
+    labels, times = schema.of_kind("label"), schema.of_kind("time")
     parsed = Parsed(
         labels=_stack([kept[name].values for name in labels], count, np.dtype(np.int8)),
         integers=_stack([kept[name].values for name in schema.integers], count, schema.number_dtype),
@@ -103,7 +96,7 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
         lines=rows,
         rejected=rows - count,
         reasons=tuple(reasons),
-        split_keys=kept[split_on[0]].values if split_on else None,
+        times=kept[times[0]].values if times else None,
         weights=kept[schema.weight].values.astype(np.float32) if schema.weight else None,
     )
     return parsed, good
@@ -136,24 +129,15 @@ def _read(array: pa.Array, column: Column, missing: tuple[str, ...] = ()) -> _Ce
     try:
         match column.kind:
             case "label" | "integer" | "int64" | "float" | "weight" | "time":
-                cells = _read_numbers(array, column)
-                if not column.bucketized:
-                    return cells
-                return replace(cells, values=np.where(cells.missing | cells.bad, np.uint64(0), keys_of_numbers(cells.values)))
+                return _read_numbers(array, column)
             case "hex":
                 return _read_hex(array)
             case "list":
                 return _read_lists(array, column)
             case _:
-                keys = _read_texts(array)
-                return _Cells(values=keys.values, missing=keys.missing, bad=keys.bad | (keys.missing & (column.kind == "user")))
+                return _read_texts(array)
     except pa.ArrowException as error:
         raise UserError(f"{column.name} has type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
-
-
-def _read_transformed(array: pa.Array, column: Column) -> _Cells:
-    cells = _read_numbers(array, replace(column, kind="float"))
-    return replace(cells, bad=cells.bad | cells.missing, missing=np.zeros_like(cells.missing))
 
 
 def _read_dictionary(array: pa.DictionaryArray, column: Column, missing: tuple[str, ...]) -> _Cells:
@@ -194,7 +178,7 @@ def _read_numbers(array: pa.Array, column: Column) -> _Cells:
         low, high = {"label": (0, 2), "integer": (-(2.0**31), 2.0**31), "int64": (-(2.0**63), 2.0**63)}[kind]
         # 2**63 - 1, the largest, is 2**63 in float64.
         bad |= (values != np.floor(values)) | (values < low) | (values > high if kind == "int64" else values >= high)
-    if kind == "weight" or (kind == "float" and not column.bucketized):
+    if kind in ("weight", "float"):
         bad |= np.abs(values) > np.finfo(np.float32).max
     if kind == "weight":
         bad |= values < 0

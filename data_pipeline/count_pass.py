@@ -234,8 +234,8 @@ def find_times(job: Job, schedule: Schedule) -> Splitting:
 def _record_times(job: Job, part: Part) -> PartTimes:
     record, blocks = PartRecord(last=part.last), [np.empty(0)]
     for parsed in job.blocks(part):
-        assert parsed.split_keys is not None, "`Splitting.schema_used` has been called"
-        blocks.append(parsed.split_keys)
+        assert parsed.times is not None, "`Splitting.schema_used` has been called"
+        blocks.append(parsed.times)
         record.add(parsed)
     times = np.sort(np.concatenate(blocks))
     if len(times) > _QUANTILES:

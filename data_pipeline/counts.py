@@ -111,7 +111,7 @@ def _add(before: IntegerCounts, rows: int, values: np.ndarray, missing: np.ndarr
     """Add values to the counts of `rows` rows; deviations are combined as by Chan, Golub and LeVeque (1979)."""
     present = values[~missing]
     counts = replace(before, missing=before.missing + len(values) - len(present))
-    if not len(present) or present.dtype == np.float32:  # already transformed, so no statistics are needed
+    if not len(present):
         return counts
     ends = [end for end in (before.min, before.max) if end is not None] + [present.min().item(), present.max().item()]
     counts = replace(counts, min=min(ends), max=max(ends))

@@ -11,21 +11,20 @@ Letters: B rows, I integer columns, F categorical columns.
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import BucketIds, HashedIds, IdSource, open_tables
-from data_pipeline.manifest import REMEDY, CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
+from data_pipeline.hashing import HashedIds, open_tables
+from data_pipeline.manifest import CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
 from data_pipeline.parse import Parsed, truncate_lists
 from data_pipeline.parts import detect_schema, layout_of
 from data_pipeline.reference import hash_text
@@ -46,20 +45,37 @@ class Flat(NamedTuple):
     lengths: np.ndarray  # [F * B] int32 ids of each column and row
 
 
-def recorded_log(manifest: Manifest, folder: str | Path) -> LogSchema:
-    """Return the schema of a data set's logs.
+def schema_of_new_logs(manifest: Manifest, data: Path, log: Source, *, given: LogSchema | None = None) -> LogSchema:
+    """Return the schema of new logs for a data set, which may lack labels (all of them), weights and times.
+
+    Args:
+        given: of the user; None to detect it for Criteo's logs, or else take that of the data set's logs.
 
     Raises:
-        ValueError: an earlier version wrote the data set without the schema, or without lookup tables.
+        ValueError: a column is missing, has another kind or setting, or is out of order; or the labels differ.
     """
-    if manifest.log is None or any(column.vocabulary and not column.table for column in manifest.categorical_columns):
-        raise UserError(f"{folder} was written by an earlier version, without the tables that encode new rows; {REMEDY}")
-    return manifest.log
+    known = manifest.log
+    schema = given or _detected(known, log)
+
+    def columns(log_schema: LogSchema) -> list[str]:
+        return [f"{column.name} ({_settings(column)})" for column in log_schema.columns if column.kind not in NOT_FEATURES]
+
+    if schema.labels and known.labels and schema.labels != known.labels:
+        raise UserError(
+            f"`input` {log} has the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
+            "give logs with all of these labels or none, or name the columns with `schema`"
+        )
+    for actual, expected in zip_longest(columns(schema), columns(known), fillvalue="none"):
+        if actual != expected:
+            raise UserError(
+                f"`input` {log} has other columns than the logs of {data}: {actual} where {expected} is expected; "
+                "give logs with the same columns, or name them with `schema`"
+            )
+    return schema
 
 
-def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
-    """Return the schema of new logs: detected for Criteo's and .npy, else `known` less absent labels, weights, times and users."""
-    if known.transformed or known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
+def _detected(known: LogSchema, log: Source) -> LogSchema:
+    if known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
         return detect_schema(log)
     layout = layout_of(log, known)
     named = set(layout) if isinstance(layout, tuple) else {column.source for column in known.columns}
@@ -67,34 +83,9 @@ def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
     return replace(known, columns=tuple(kept))
 
 
-def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str | Path) -> None:
-    """Check that a new log has the columns of a data set's logs. Labels (all of them), weights, times and users may be absent.
-
-    Raises:
-        ValueError: a column is missing, has another kind or setting, or is out of order; or the labels differ.
-    """
-
-    def columns(log_schema: LogSchema) -> list[str]:
-        return [f"{column.name} ({_settings(column)})" for column in log_schema.columns if column.kind not in NOT_FEATURES]
-
-    log_columns, data_columns = [*columns(schema), "none"], [*columns(known), "none"]
-    if schema.labels and known.labels and schema.labels != known.labels:
-        raise UserError(
-            f"`input` {log} has the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
-            "give logs with all of these labels or none, or name the columns with `schema`"
-        )
-    if log_columns != data_columns or schema.transformed != known.transformed:
-        pairs = zip(log_columns, data_columns, strict=False)
-        actual, expected = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "already transformed columns"))
-        raise UserError(
-            f"`input` {log} has other columns than the logs of {data}: {actual} where {expected} is expected; "
-            "give logs with the same columns, or name them with `schema`"
-        )
-
-
 def _settings(column: Column) -> str:
     """Format the settings that determine a column's encoded values, apart from the vocabulary."""
-    settings = {name: getattr(column, name) for name in ("transform", "boundaries", "buckets", "hash_buckets", "max_length")}
+    settings = {name: getattr(column, name) for name in ("transform", "hash_buckets", "max_length")}
     defaults = Column(name=column.name, kind=column.kind)
     return ", ".join([column.kind, *(f"{name} {value}" for name, value in settings.items() if value != getattr(defaults, name))])
 
@@ -118,14 +109,9 @@ def open_encoder(
     return Encoder(
         schema=schema,
         integers=integers,
-        id_sources=tuple(next(tables) if column.table else computed_ids(column) for column in columns),
+        id_sources=tuple(next(tables) if column.table else HashedIds(column.num_embeddings) for column in columns),
         num_embeddings=tuple(column.num_embeddings for column in columns),
     )
-
-
-def computed_ids(column: CategoricalColumn) -> IdSource:
-    """Return the id source of a column without a table: ranges or hashes."""
-    return HashedIds(column.num_embeddings) if column.boundaries is None else BucketIds(column.boundaries)
 
 
 def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
@@ -143,24 +129,19 @@ def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
 class RequestEncoder:
     """Encodes rows given as values by column.
 
-    Integers are int (or float, in columns of kind float or that were already transformed), hex columns str of 1 to 8 hex digits,
-    other categories str or int (or bool, as 1 or 0), list columns lists of these. None, an empty list and, in a categorical
-    column, "" stand for a missing value. Unknown names are ignored.
+    Integers are int (or float, in columns of kind float), hex columns str of 1 to 8 hex digits, other categories str or int (or
+    bool, as 1 or 0), list columns lists of these. None, an empty list and, in a categorical column, "" stand for a missing value.
+    Unknown names are ignored.
 
     Raises:
-        ValueError: it is not a data set, an earlier version wrote it, or its tables are missing.
+        ValueError: it is not a data set, or its tables are missing.
     """
 
     def __init__(self, data: str | Path) -> None:
-        self.manifest = read_manifest(data)
-        log = recorded_log(self.manifest, data)
-        self._encoder = open_encoder(self.manifest.integer_columns, self.manifest.categorical_columns, Path(data), log)
+        manifest = self.manifest = read_manifest(data)
+        self._encoder = open_encoder(manifest.integer_columns, manifest.categorical_columns, Path(data), manifest.log)
         schema = self._encoder.schema
-        number_readers = _READ_NUMBER | {"float": _float32} if not schema.transformed else dict.fromkeys(_READ_NUMBER, _finite)
-        columns = {column.name: column for column in schema.columns}
-        self._numbers = [(columns[name], number_readers[columns[name].kind]) for name in schema.integers]
-        self._keys = [(columns[name], _key_reader(columns[name])) for name in schema.singles]
-        self._lists = [(columns[name], _list) for name in schema.lists]
+        self._columns = [[schema.column_of(name) for name in names] for names in (schema.integers, schema.singles, schema.lists)]
         self._dtypes = schema.number_dtype, schema.key_dtype
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Flat:
@@ -173,14 +154,9 @@ class RequestEncoder:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise UserError(f"row {number} is {_show(row)}, which is not an object with a value for each column")
-        numbers, keys, lists = (
-            [_cells(rows, column, read, schema.missing) for column, read in columns]
-            for columns in (self._numbers, self._keys, self._lists)
-        )
+        numbers, keys, lists = ([_cells(rows, column, schema.missing) for column in columns] for columns in self._columns)
         integers, integer_missing = _columns(numbers, len(rows), self._dtypes[0])
         singles, key_missing = _columns(keys, len(rows), self._dtypes[1])
-        if schema.transformed:  # .npy logs store 0 for a missing category
-            key_missing |= singles == 0
         flat = [[key for cell in column for key in cell] for column in lists]
         list_keys = np.zeros((len(lists), max(map(len, flat), default=0)), np.uint64)
         for padded, column_keys in zip(list_keys, flat, strict=True):
@@ -203,9 +179,10 @@ class RequestEncoder:
         return flatten(self._encoder, truncate_lists(parsed, schema))
 
 
-def _cells(rows: Sequence[Mapping[str, Any]], column: Column, read: Callable[[Any], Any], missing: Sequence[str]) -> list[Any]:
+def _cells(rows: Sequence[Mapping[str, Any]], column: Column, missing: Sequence[str]) -> list[Any]:
     """Read a column's values; None where missing."""
     cells: list[Any] = []
+    read, expected = _READ[column.kind]
     try:
         for row in rows:
             cell = row[column.name]
@@ -214,7 +191,7 @@ def _cells(rows: Sequence[Mapping[str, Any]], column: Column, read: Callable[[An
         raise UserError(f"row {len(cells)} has no {column.name}; give null where its value is missing") from error
     except ValueError as error:
         shown = _show(rows[len(cells)][column.name])
-        raise UserError(f"row {len(cells)}: {column.name} is {shown}, which is not {_expected(column)}") from error
+        raise UserError(f"row {len(cells)}: {column.name} is {shown}, which is not {expected}") from error
     return cells
 
 
@@ -233,20 +210,8 @@ def _integer(cell: Any, bits: int = 32) -> int | None:
 
 
 def _float(cell: Any) -> float | None:
-    if cell is None or (type(cell) in (int, float) and math.isfinite(cell)):
-        return cell
-    raise ValueError
-
-
-def _float32(cell: Any) -> float | None:
     if cell is None or (type(cell) in (int, float) and abs(cell) <= _LARGEST):
         return cell
-    raise ValueError
-
-
-def _finite(cell: Any) -> float:
-    if type(cell) in (int, float) and math.isfinite(np.float32(cell)):
-        return float(cell)
     raise ValueError
 
 
@@ -279,30 +244,14 @@ def _list(cell: Any) -> list[int]:
     return keys
 
 
-_READ_NUMBER: dict[str, Callable[[Any], float | None]] = {"integer": _integer, "int64": partial(_integer, bits=64), "float": _float}
-_READ_KEY: dict[str, Callable[[Any], int | None]] = {"hex": _hex, "category": _text}
-
-
-def _key_reader(column: Column) -> Callable[[Any], int | None]:
-    if not column.bucketized:
-        return _READ_KEY[column.kind]
-
-    def read(cell: Any) -> int | None:
-        number = _READ_NUMBER[column.kind](cell)
-        return None if number is None else int(keys_of_numbers(np.array([number], np.float64))[0])
-
-    return read
-
-
-def _expected(column: Column) -> str:
-    return {
-        "integer": "a 32-bit integer or null (a float32 number in columns that were already transformed)",
-        "int64": "a 64-bit integer or null",
-        "float": "a finite number or null",
-        "hex": "a string of 1 to 8 hex digits or null",
-        "category": "a string, an integer or null",
-        "list": "a list of non-empty strings or integers, or null",
-    }[column.kind]
+_READ: dict[str, tuple[Callable[[Any], Any], str]] = {  # of each kind, what reads a cell, and what it expects
+    "integer": (_integer, "a 32-bit integer or null"),
+    "int64": (partial(_integer, bits=64), "a 64-bit integer or null"),
+    "float": (_float, "a finite number or null"),
+    "hex": (_hex, "a string of 1 to 8 hex digits or null"),
+    "category": (_text, "a string, an integer or null"),
+    "list": (_list, "a list of non-empty strings or integers, or null"),
+}
 
 
 def _show(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Between the passes: vocabularies and boundaries of the categorical columns, as the manifest records them.
+"""Between the passes: vocabularies of the categorical columns, as the manifest records them.
 
 Vocabularies can be extended by new values. Known values keep their ids and counts, so a model's embedding rows keep their
 meaning; new values are appended by falling count in the new training rows, equal counts by value.
@@ -16,22 +16,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data_pipeline.buckets import Counted, quantiles
 from data_pipeline.counts import GroupCounts
 from data_pipeline.errors import UserError
 from data_pipeline.hashing import TableIds, encode_keys
 from data_pipeline.job import Job
 from data_pipeline.manifest import CategoricalColumn, check_file
 from data_pipeline.options import PreprocessOptions
-from data_pipeline.runs import Run, merge, merge_in_levels
-from data_pipeline.schema import Column
+from data_pipeline.runs import Counted, Run, merge, merge_in_levels
 from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import MOST_IDS, ranked, write_vocabulary
-
-
-def is_counted(options: PreprocessOptions, column: Column) -> bool:
-    """Whether a categorical column's ids depend on how often its values occur."""
-    return column.buckets is not None if column.bucketized else options.buckets_of(column) is None
 
 
 def fit_counted(
@@ -77,9 +70,10 @@ def _fit(
 ) -> CategoricalColumn:
     """Describe a column by its values, which are empty if they were not counted."""
     column = job.schema.column_of(job.schema.categories[number])
+    buckets = options.buckets_of(column)
     described = CategoricalColumn(
         name=column.name,
-        num_embeddings=options.buckets_of(column) or 0,
+        num_embeddings=buckets or 0,
         distinct=None,
         missing=sum(group.missing[number] for group in groups),
         min_count=0,
@@ -87,13 +81,7 @@ def _fit(
         vocabulary=None,
         is_list=column.kind == "list",
     )
-    if column.bucketized:
-        boundaries = column.boundaries
-        if column.buckets is not None:
-            total = sum(group.rows - group.missing[number] for group in groups if group.trains)
-            boundaries = quantiles(values, total, column.buckets)
-        return replace(described, num_embeddings=len(boundaries) + 2, boundaries=boundaries)
-    if not is_counted(options, column):
+    if buckets is not None:
         return described
     min_count, dtype, work = options.min_counts.get(column.name, options.min_count), job.schema.key_dtype, job.work.path / "tables"
     with ranked(column.name, values, key_dtype=dtype, min_count=min_count, most=column.max_ids, work=work) as frequent:
@@ -130,7 +118,7 @@ def extend_vocabulary(
         ValueError: there are more ids than an int32 can hold.
     """
     assert column.vocabulary, "only columns with a vocabulary are extended"
-    assert column.table, "`recorded_log` refuses data sets without tables"
+    assert column.table, "which is written with the vocabulary"
     known_rows, vocabulary = column.vocabulary.rows, check_file(column.vocabulary, known)
     id_source = TableIds(check_file(column.table, known), key_dtype, room)
     most = None if max_ids is None else max(0, max_ids - known_rows)

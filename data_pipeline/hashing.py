@@ -1,4 +1,4 @@
-"""Ids of category values, from hash tables in files, from hashes alone or from numeric ranges; compiled loops do the work.
+"""Ids of category values, from hash tables in files or from hashes alone; compiled loops do the work.
 
 A table is an array [capacity, 2] of (key, id) with linear probing; a slot is free if its id is 0. It is mapped into memory, so
 all workers share one copy, and a table larger than memory still works, with its hot keys in the page cache.
@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline import native
-from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.native import Array, IdSourceStruct, Matrix
 
 _RANGE_BYTES = 128 << 20  # written at a time; it determines the order of insertion and so the bytes of the file
@@ -101,19 +100,7 @@ class HashedIds:
         return HashedIds, self._arguments
 
 
-class BucketIds:
-    """Ids of ranges of numbers: 1 + how many boundaries are at most the number."""
-
-    def __init__(self, boundaries: Sequence[float]) -> None:
-        self._arguments = (tuple(boundaries),)
-        self._keys = keys_of_numbers(np.array(boundaries or [np.inf], np.float64))  # above all numbers
-        self.native = IdSourceStruct(bounds=Array(self._keys, np.uint64))
-
-    def __reduce__(self) -> tuple[type, tuple[tuple[float, ...]]]:
-        return BucketIds, self._arguments
-
-
-IdSource = TableIds | HashedIds | BucketIds
+IdSource = TableIds | HashedIds
 
 
 def encode_keys(id_sources: Sequence[IdSource], keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

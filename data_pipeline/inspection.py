@@ -6,7 +6,6 @@ digits can be recovered from an id.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from data_pipeline.encoder import computed_ids, recorded_log
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import IdSource, TableIds, encode_keys
+from data_pipeline.hashing import HashedIds, IdSource, TableIds, encode_keys
 from data_pipeline.manifest import CategoricalColumn, Manifest, check_file
-from data_pipeline.reference import bucket, hash_text
-from data_pipeline.schema import Kind, LogSchema
+from data_pipeline.reference import hash_text
+from data_pipeline.schema import Kind
 
 TOP = (1, 10, 100, 1_000, 10_000)
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
@@ -81,8 +79,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 class Entry:
     """An id of a column, its text, and how many training rows (or elements of their lists) hold it.
 
-    text and count are None for id 0, which missing, rare and new values share; count is also None if values were not counted. For
-    ids of numeric ranges, text describes the range.
+    text and count are None for id 0, which missing, rare and new values share; count is also None if values were not counted.
     """
 
     column: str
@@ -97,14 +94,11 @@ def find_id(manifest: Manifest, folder: Path, column: str, number: int) -> Entry
     Raises:
         ValueError: there is no such column or id, or the data set doesn't store the column's texts.
     """
-    kind, described, _ = _column(manifest, folder, column)
+    kind, described = _column(manifest, folder, column)
     if not 0 <= number < described.num_embeddings:
         raise UserError(f"`id` is {number}; ids of {column} are 0 to {described.num_embeddings - 1}")
     if not number:
         return Entry(column=column, id=0, text=None, count=None)
-    if described.boundaries is not None:
-        ends = ["...", *(repr(end).removesuffix(".0") for end in described.boundaries), "..."]
-        return Entry(column=column, id=number, text=f"from {ends[number - 1]} to below {ends[number]}", count=None)
     if not described.vocabulary:
         raise UserError(f"ids of {column} are hashes, each shared by many texts; ask for the id of a text with `text`")
     if kind != "hex":
@@ -119,36 +113,27 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
     Raises:
         ValueError: there is no such column, or the text can't be one of its values.
     """
-    kind, described, schema = _column(manifest, folder, column)
+    kind, described = _column(manifest, folder, column)
+    schema = manifest.log
     if not text or text in schema.missing:
         return Entry(column=column, id=0, text=None, count=None)
-    if described.boundaries is not None:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number):
-            raise UserError(f"`text` is {text!r}; values of {column} are finite numbers")
-        return Entry(column=column, id=bucket(number, described.boundaries), text=text, count=None)
     if kind == "hex" and not _HEX.fullmatch(text):
         raise UserError(f"`text` is {text!r}; values of {column} are 1 to 8 hex digits")
     keys = np.array([[int(text, 16) if kind == "hex" else hash_text(text.encode("utf-8", "surrogateescape"))]], schema.key_dtype)
+    id_source: IdSource = HashedIds(described.num_embeddings)
     if described.table:
-        id_source: IdSource = TableIds(check_file(described.table, folder), schema.key_dtype)
-    else:
-        id_source = computed_ids(described)
+        id_source = TableIds(check_file(described.table, folder), schema.key_dtype)
     ids, _ = encode_keys([id_source], keys, np.zeros((1, 1), np.bool_))
     number = int(ids[0, 0])
     count = _entry(described, folder, number)[1] if described.vocabulary and number else None
     return Entry(column=column, id=number, text=text, count=count)
 
 
-def _column(manifest: Manifest, folder: Path, name: str) -> tuple[Kind, CategoricalColumn, LogSchema]:
-    schema = recorded_log(manifest, folder)
+def _column(manifest: Manifest, folder: Path, name: str) -> tuple[Kind, CategoricalColumn]:
     described = {column.name: column for column in manifest.categorical_columns}
     if name not in described:
         raise UserError(f"`column` {name}: {folder} has no such categorical column; choose one of {', '.join(described)[:200]}")
-    return schema.column_of(name).kind, described[name], schema
+    return manifest.log.column_of(name).kind, described[name]
 
 
 def _entry(column: CategoricalColumn, folder: Path, number: int) -> tuple[int, int]:

@@ -71,7 +71,7 @@ class Job:
 
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
         """Return each split's rows of a parsed block, if splits don't go by position."""
-        drawn = self.splitting.splits_of_rows(part.log, parsed.starts, parsed.split_keys)
+        drawn = self.splitting.splits_of_rows(part.log, parsed.starts, parsed.times)
         return {name: np.flatnonzero(drawn == number) for number, name in enumerate(SPLITS)}
 
 

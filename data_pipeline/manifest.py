@@ -112,7 +112,7 @@ class IntegerColumn:
 
     min and max are those of the training split, None if it has no values; missing counts cells of the whole input. If transform is
     "standardize", (x - mean) / scale is stored instead, with the training split's mean and standard deviation; if it is "none", x
-    itself. Columns that were already transformed in the input have no min or max.
+    itself.
     """
 
     name: str
@@ -135,7 +135,6 @@ class CategoricalColumn:
     where missing. Values are hex digits as numbers, or 64-bit hashes (`data_pipeline.reference.hash_text`) of text. table is the
     vocabulary as a hash table (`data_pipeline.hashing`) that encodes new rows. grown: num_embeddings of the data sets that this
     one's vocabulary extended, oldest first; lower ids belong to them, and a new sequence of falling counts starts at each.
-    boundaries: of a bucketized number, whose id is 1 + how many boundaries are at most the number; None for other columns.
     order: "similarity" if ids of the first vocabulary are in an order of similarity within bands (`data_pipeline.similarity`).
     vectors: of an order of similarity, an .npy file: float16 [rows, K + 1] for ids from 1 on; the last coordinate is the frequency.
     """
@@ -149,7 +148,6 @@ class CategoricalColumn:
     vocabulary: Shard | None
     is_list: bool = False
     table: Shard | None = None
-    boundaries: tuple[float, ...] | None = None
     grown: tuple[int, ...] = ()
     order: Order = "frequency"
     vectors: Shard | None = None
@@ -168,7 +166,7 @@ class Manifest:
     """Everything that training needs to know about a data set. label and weight are None if the logs lack them.
 
     other_labels: the labels after the first.
-    log: the schema of the logs; None if an earlier version wrote the data set.
+    log: the schema of the logs.
     transformed: None if the vocabularies were built from this data set's training rows. Otherwise the integer columns' min and max
         and the vocabularies with their counts are those of the data set it names, extended by new values where `grown` says so,
         and distinct values were not counted.
@@ -185,7 +183,7 @@ class Manifest:
     integer_columns: tuple[IntegerColumn, ...]
     categorical_columns: tuple[CategoricalColumn, ...]
     splits: dict[str, Split]
-    log: LogSchema | None = None
+    log: LogSchema
     transformed: Transformed | None = None
     other_labels: tuple[Label, ...] = ()
     weight: Weight | None = None

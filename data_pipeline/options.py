@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, get_args
 
 from data_pipeline.atomic import refuse_overlap
@@ -31,7 +32,7 @@ class PassOptions:
 
     Args:
         inputs: logs in chronological order, as paths or URLs.
-        output: a new or empty folder, or a file, to write; data sets can also be written to a URL.
+        output: a new or empty folder, or a file, to write.
         max_bad_rows: how many malformed lines to drop before the run stops with an error.
         overwrite: replace a finished output.
         part_bytes: bytes of text in a part, the unit of work; a shard holds a part's rows, about 270,000 of Criteo's in 64 MiB.
@@ -45,7 +46,7 @@ class PassOptions:
     """
 
     inputs: tuple[Source, ...]
-    output: Source
+    output: Path
     max_bad_rows: int = 0
     overwrite: bool = False
     part_bytes: int = 64 * _MIB
@@ -122,7 +123,7 @@ class PreprocessOptions(PassOptions):
         split: how rows are split, see `Splitting`.
         val_fraction: share of the rows for validation.
         test_fraction: share of the rows for the test.
-        seed: of a random split, or one by users.
+        seed: of a random split.
         val_from, test_from: times at which validation and test begin, in a split by time; None to derive them from the fractions.
 
     Raises:
@@ -185,7 +186,7 @@ class PreprocessOptions(PassOptions):
         names = ["split"]
         names += ["val_fraction", "test_fraction"] if self.split != "day" and self.val_from is None else []
         names += ["val_from", "test_from"] if self.val_from is not None else []
-        names += ["seed"] if self.split in ("random", "user") else []
+        names += ["seed"] if self.split == "random" else []
         names += ["min_count"] if self.hash_buckets is None else ["hash_buckets"]
         return {name: getattr(self, name) for name in (*names, "part_bytes", "max_bad_rows")}
 

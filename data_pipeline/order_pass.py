@@ -18,12 +18,12 @@ import numpy as np
 from tqdm import tqdm
 
 from data_pipeline.atomic import replacing
-from data_pipeline.buckets import Counted
 from data_pipeline.count_pass import CountedPart
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import CategoricalColumn, describe_file
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
+from data_pipeline.runs import Counted
 from data_pipeline.shards import Encoder
 from data_pipeline.similarity import cooccurrence_vectors, similarity_order
 from data_pipeline.splits import Rows, rows_by_position

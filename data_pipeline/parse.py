@@ -26,13 +26,12 @@ class Parsed:
     """The well-formed lines of a text as columns, in the schema's order within each kind.
 
     labels: int8 [L, n].
-    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 if the schema says that they are already transformed,
-        float64 if some are not 32-bit integers or are standardized.
+    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float64 if some are not 32-bit integers or are standardized.
     keys: uint32 or uint64 [C, n], 0 where key_missing, bool [C, n].
     list_keys: uint64 [M, ...], the lists of column m concatenated; row i's list ends at list_ends[m, i], int64 [M, n].
     starts: int64 [n], where each line begins in the text.
     lines: the number of lines in the text, n + rejected.
-    split_keys: times in seconds, float64 [n], or users' hashes, uint64 [n], if the schema has a time or user column.
+    times: in seconds, float64 [n], if the schema has a time column.
     weights: of rows, float32 [n], if the schema has a weight column.
     rejected: the number of malformed lines; reasons holds the first of them as (line of the text from 0, reason).
     """
@@ -48,7 +47,7 @@ class Parsed:
     lines: int
     rejected: int
     reasons: tuple[tuple[int, str], ...]
-    split_keys: np.ndarray | None = None
+    times: np.ndarray | None = None
     weights: np.ndarray | None = None
 
     @property

@@ -2,8 +2,8 @@
 
 Part k of a log holds the lines whose first byte is in [k P, (k + 1) P) of its text, for parts of P bytes. So the division depends
 only on the text, compressed or not. Parts of an uncompressed log are read separately; a compressed log (gzip, bzip2, xz, zstd) is
-decompressed from its beginning once per pass, and parts that are already done are dropped. A part of a Parquet log or of torchrec's
-.npy files is a range of rows.
+decompressed from its beginning once per pass, and parts that are already done are dropped. A part of a Parquet log is a range of
+rows.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
 from data_pipeline.parse import longest_line
 from data_pipeline.schema import LogSchema, criteo_schema, detect_criteo_schema
-from data_pipeline.sources import LogIdentity, Source, empty, identify_log, open_log, unreadable
+from data_pipeline.sources import Source, empty, identify_log, open_log, unreadable
 from data_pipeline.tables import Layout, json_types, read_names
-from data_pipeline.triplets import MAGIC, identify_triplet, open_triplet
 
 LONGEST_LINE = 1 << 20  # bytes without the newline; lists of a hundred thousand values fit
 _DETECTED_BYTES = 1 << 16
@@ -48,6 +47,7 @@ _OPEN: dict[str, Callable[[Any], Any]] = {
 }
 _DAMAGED = re.compile("ZSTD|compressed stream|Invalid data stream")  # in OSErrors of Arrow and bz2, beside those of reading
 _UNREADABLE = {b"PK\3\4": "a zip archive", b"\xff\xfe": "text in UTF-16", b"\xfe\xff": "text in UTF-16"}
+_MAGIC_BYTES = 6
 _BLOCK = 1 << 20
 Skip = Callable[[int], bool]
 
@@ -57,7 +57,7 @@ class Part:
     """A part of a log: its number, where it begins in the log, and its content.
 
     start: position of its text in the log's text, or number of its first row.
-    content: whole lines ending with newlines, or rows of Parquet or .npy files.
+    content: whole lines ending with newlines, or rows of Parquet.
     last: the log ends with this part.
     """
 
@@ -68,23 +68,12 @@ class Part:
     last: bool
 
 
-def identify(logs: tuple[Source, ...]) -> tuple[LogIdentity, ...]:
-    """Return the identities of the inputs.
-
-    Raises:
-        ValueError: an input is missing, empty or a folder; the message names it.
-    """
-    return tuple(identify_triplet(log) if _magic(log) == MAGIC else identify_log(log) for log in logs)
-
-
 def detect_schema(log: Source) -> LogSchema:
-    """Detect the columns of a Criteo log, or of .npy files made from one.
+    """Detect the columns of a Criteo log.
 
     Raises:
-        ValueError: the log is neither.
+        ValueError: the log has others.
     """
-    if _magic(log) == MAGIC:
-        return open_triplet(log).schema()
     names = parquet_names(log)
     if names is not None:
         schema = criteo_schema(labeled=LABEL in names)
@@ -101,8 +90,6 @@ def detect_schema(log: Source) -> LogSchema:
 def count_parts(log: Source, part_bytes: int) -> int | None:
     """Count a log's parts; None if that requires reading it to its end."""
     magic = _magic(log)
-    if magic == MAGIC:
-        return open_triplet(log).count_parts(part_bytes)
     if magic.startswith(row_groups.MAGIC):
         with _errors_of_reading(log):
             return max(1, len(row_groups.plan(row_groups.read_metadata(log), part_bytes)))
@@ -129,8 +116,6 @@ def layout_of(log: Source, schema: LogSchema) -> Layout | None:
     Raises:
         ValueError: the log can't be read, or its first line isn't CSV.
     """
-    if _magic(log) == MAGIC:
-        return tuple(column.name for column in open_triplet(log).schema().columns)
     if (names := parquet_names(log)) is not None:
         return names
     if schema.format == "jsonl":
@@ -148,15 +133,9 @@ def check_layout(log: Source, schema: LogSchema) -> Layout | None:
     """Do what `layout_of` does, and check that the log has every column of the schema exactly once.
 
     Raises:
-        ValueError: a column is missing or appears more than once, or only one of the log and the schema is of .npy files.
+        ValueError: a column is missing or appears more than once.
     """
     layout = layout_of(log, schema)
-    is_triplet = _magic(log) == MAGIC
-    if is_triplet != schema.transformed or (is_triplet and layout != tuple(column.name for column in schema.columns)):
-        raise UserError(
-            f"{log} doesn't match the first `input` or `schema`; preprocess text and .npy files, "
-            "or .npy files with different columns, as separate data sets"
-        )
     names = layout if isinstance(layout, tuple) else ()
     counts = Counter(names)
     for column in schema.columns if isinstance(layout, tuple) else ():
@@ -174,13 +153,13 @@ def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns
         ValueError: the log can't be read, is damaged or empty, or has a line longer than `LONGEST_LINE`.
     """
     magic = _magic(source)
-    read = _triplet_parts if magic == MAGIC else _streamed_parts if _compression(magic) else _plain_parts
+    read = _streamed_parts if _compression(magic) else _plain_parts
     with _errors_of_reading(source):
         if magic.startswith(row_groups.MAGIC):
             yield from _parquet_parts(log, source, part_bytes, skip, columns)
             return
         for part in read(log, source, part_bytes, skip):
-            if isinstance(part.content, bytearray) and longest_line(part.content) > LONGEST_LINE:
+            if longest_line(part.content) > LONGEST_LINE:
                 raise _too_long(source)
             yield part
 
@@ -223,7 +202,7 @@ def _magic(log: Source) -> bytes:
     identify_log(log)  # raises ValueError if it is missing
     try:
         with open_log(log) as file:
-            magic = file.read(len(MAGIC))
+            magic = file.read(_MAGIC_BYTES)
     except OSError as error:
         raise unreadable(log, error) from error
     if what := next((what for first, what in _UNREADABLE.items() if magic.startswith(first)), None):
@@ -279,16 +258,6 @@ def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> It
             if not skip(number):
                 yield Part(log=log, number=number, start=start, content=text, last=ended and not buffered)
             number, start = number + 1, start + end
-
-
-def _triplet_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
-    triplet = open_triplet(source)
-    count, step = triplet.count_parts(part_bytes), triplet.rows_per_part(part_bytes)
-    for number in range(count):
-        if not skip(number):
-            start = number * step
-            rows = triplet.read(start, start + step)
-            yield Part(log=log, number=number, start=start, content=rows, last=number + 1 == count)
 
 
 def _line_end(file: BufferedIOBase, position: int, source: Source) -> int:

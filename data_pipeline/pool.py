@@ -1,4 +1,4 @@
-"""Schedules, which run a pass over logs: on threads of this process, or on an executor's processes, such as a Dask cluster's.
+"""Runs over logs, and schedules of their passes: on threads of this process, or an executor's processes, such as a Dask cluster's.
 
 Threads suffice because all slow work runs outside Python's lock: decompressing, parsing, sorting, encoding, compressing. An
 executor's processes need this package, the logs at the same paths or URLs, and the output's folder. They don't exchange data: a
@@ -8,10 +8,10 @@ begun on threads can be resumed on a cluster, and vice versa.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,13 @@ from typing import Any, Protocol, TypeVar
 from data_pipeline import native
 from data_pipeline.errors import UserError
 from data_pipeline.job import Job
-from data_pipeline.parts import Part, Skip, count_parts
+from data_pipeline.manifest import FILES, SPLITS, versions
+from data_pipeline.options import PassOptions
+from data_pipeline.parts import Part, Skip, check_layout, count_parts, inputs_changed
+from data_pipeline.schema import LogSchema
+from data_pipeline.sources import identify_log
+from data_pipeline.splits import Splitting
+from data_pipeline.work import Tell, work_folder
 
 Result = TypeVar("Result")
 Work = Callable[[Job, Part, Any], Result]
@@ -147,3 +153,43 @@ def dask_schedule(address: str, *, workers: int) -> Iterator[Schedule]:
                 "`scheduler`: several workers died on the same part, probably out of memory; lower `part_bytes` or give workers "
                 "more memory, and run the same command again to resume"
             ) from error
+
+
+@contextmanager
+def open_job(
+    options: PassOptions,
+    schema: LogSchema,
+    splitting: Splitting,
+    *,
+    counted: Iterable[int] = (),
+    identity: dict[str, Any],
+    files: tuple[str, ...] | None = FILES,
+    on: Schedule = on_threads,
+    tell: Tell,
+) -> Iterator[tuple[Job, Schedule]]:
+    """Yield a run over logs, and what schedules its passes; its output is put in place when the block ends.
+
+    Args:
+        counted: numbers of the categorical columns whose values pass 1 counts.
+        identity: what determines the results besides logs, columns and versions, as JSON values.
+        files: as for `data_pipeline.work.work_folder`.
+        on: the schedule if options name no scheduler.
+    """
+    logs = tuple(map(identify_log, options.inputs))
+    layouts = tuple(check_layout(log, schema) for log in options.inputs)
+    schema = splitting.schema_used(schema)
+    identity = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()} | identity
+    scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on)
+    with (
+        scheduled as schedule,
+        work_folder(options.output, identity=identity, files=files, overwrite=options.overwrite, tell=tell) as work,
+    ):
+        for folder in (*SPLITS, "vocabulary") if files else ():
+            (work.data / folder).mkdir(exist_ok=True)
+        job = Job(
+            options=options, schema=schema, logs=logs, work=work, splitting=splitting, layouts=layouts, counted=frozenset(counted)
+        )
+        yield job, schedule
+        work.remove_unfinished()
+        if tuple(map(identify_log, options.inputs)) != logs:
+            raise inputs_changed()

@@ -13,25 +13,21 @@ runs resume part by part (`work`). The result depends only on inputs and options
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from data_pipeline.count_pass import count_logs, find_times, split_bounds, train_and_rest
 from data_pipeline.counts import GroupCounts, IntegerCounts
 from data_pipeline.encoder import open_encoder
 from data_pipeline.errors import UserError
-from data_pipeline.fit import fit_categories, is_counted
+from data_pipeline.fit import fit_categories
 from data_pipeline.job import Job
-from data_pipeline.manifest import FILES, FORMAT, FORMAT_VERSION, SPLITS, IntegerColumn, Manifest, versions, write_manifest
-from data_pipeline.options import PassOptions, PreprocessOptions
+from data_pipeline.manifest import FORMAT, FORMAT_VERSION, IntegerColumn, Manifest, write_manifest
+from data_pipeline.options import PreprocessOptions
 from data_pipeline.order_pass import order_vocabularies
-from data_pipeline.parts import check_layout, detect_schema, identify, inputs_changed
-from data_pipeline.pool import Schedule, dask_schedule, on_threads
-from data_pipeline.schema import LogSchema
-from data_pipeline.splits import Splitting
-from data_pipeline.work import Tell, work_folder
+from data_pipeline.parts import detect_schema
+from data_pipeline.pool import Schedule, open_job
+from data_pipeline.work import Tell
 from data_pipeline.write_pass import count_zeros, describe_rows, write_logs
 
 _ROUNDING = 1e-12  # of a standard deviation, relative to the largest value
@@ -54,40 +50,11 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     # Everything that determines the work folder's contents; `max_bad_rows` doesn't change them.
     identity = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
     identity |= {"min_count": options.min_count, "min_counts": dict(options.min_counts), "order": options.order}
-    counted = [number for number, name in enumerate(schema.categories) if is_counted(options, schema.column_of(name))]
+    counted = [number for number, name in enumerate(schema.categories) if options.buckets_of(schema.column_of(name)) is None]
     with open_job(options, schema, options.splitting, counted=counted, identity=identity, tell=tell) as (job, schedule):
         manifest = _run(job, options, schedule)
         write_manifest(manifest, job.work.data)
     return manifest
-
-
-@contextmanager
-def open_job(
-    options: PassOptions, schema: LogSchema, splitting: Splitting, *, counted: Iterable[int], identity: dict[str, Any], tell: Tell
-) -> Iterator[tuple[Job, Schedule]]:
-    """Yield a run that writes a data set, and what schedules its passes; the data set is put in place when the block ends.
-
-    Args:
-        identity: what determines the results besides logs, columns and versions, as JSON values.
-    """
-    logs = identify(options.inputs)
-    layouts = tuple(check_layout(log, schema) for log in options.inputs)
-    schema = splitting.schema_used(schema)
-    identity = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()} | identity
-    scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
-    with (
-        scheduled as schedule,
-        work_folder(options.output, identity=identity, files=FILES, overwrite=options.overwrite, tell=tell) as work,
-    ):
-        for folder in (*SPLITS, "vocabulary"):
-            (work.data / folder).mkdir(exist_ok=True)
-        job = Job(
-            options=options, schema=schema, logs=logs, work=work, splitting=splitting, layouts=layouts, counted=frozenset(counted)
-        )
-        yield job, schedule
-        work.remove_unfinished()
-        if identify(options.inputs) != logs:
-            raise inputs_changed()
 
 
 def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
@@ -120,8 +87,6 @@ def _integer_column(job: Job, column: int, groups: Sequence[GroupCounts]) -> Int
     name = job.schema.integers[column]
     kind, transform = job.schema.column_of(name).kind, job.schema.column_of(name).transform
     missing = sum(group.integers[column].missing for group in groups)
-    if job.schema.transformed:
-        return IntegerColumn(name=name, missing=missing, offset=0, min=None, max=None, transform="none")
     train = [(group.rows, group.integers[column]) for group in groups if group.trains]
     train = [(rows - counts.missing, counts) for rows, counts in train if counts.min is not None]
     low = min((counts.min for _, counts in train if counts.min is not None), default=None)

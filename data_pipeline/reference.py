@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
 
 from data_pipeline.schema import Column, LogSchema
 
@@ -100,11 +99,6 @@ def hash_text(text: bytes) -> int:
 def hashed_id(key: int, buckets: int) -> int:
     """Return an id in 1..buckets - 1 from splitmix64's next output for the state `key` (Steele, Lea, Flood, OOPSLA 2014)."""
     return 1 + ((_mix((key + 0x9E3779B97F4A7C15) % 2**64) >> 32) * (buckets - 1) >> 32)
-
-
-def bucket(value: float, boundaries: Sequence[float]) -> int:
-    """Return the id of the range that contains a number: 1 + how many boundaries are at most the number."""
-    return 1 + sum(boundary <= value for boundary in boundaries)
 
 
 def logarithm(value: int, low: int) -> float:

@@ -16,10 +16,10 @@ import numpy as np
 
 from data_pipeline import native
 from data_pipeline.atomic import remove, replacing
-from data_pipeline.buckets import Counted
 from data_pipeline.native import Array
 from data_pipeline.work import WorkFolder
 
+Counted = tuple[np.ndarray, np.ndarray]  # ascending keys and their uint64 counts
 _COUNT = np.dtype(np.uint64)
 # Runs merged at once; more are merged in levels. Each run's buffer should be large enough to amortize a disk seek.
 FAN_IN = 64

@@ -11,18 +11,15 @@
     tags = { kind = "list", separator = " ", max_length = 20 }
     user = { kind = "category", column = "user_id", hash_buckets = 100_000 }
     rating = { kind = "float", transform = "standardize" }
-    age = { kind = "integer", transform = "bucketize", boundaries = [18, 30, 60] }   # ids of ranges; buckets = 8 for quantiles
     importance = "weight"          # the row's weight in the loss
-    at = "time"                    # used by `--split time`, not stored; likewise "user" by `--split user`. Times that are neither
-                                   # ISO 8601 nor numbers: { kind = "time", format = "%m/%d/%Y %H:%M" }, as for strptime
+    at = "time"                    # used by `--split time`, not stored; times that are neither ISO 8601 nor
+                                   # numbers: { kind = "time", format = "%m/%d/%Y %H:%M" }, as for strptime
 
 Criteo's columns are built in: label, counts I1..I13, categories C1..C26 of 1 to 8 hex digits ("hex").
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 import tomllib
 from collections import Counter
@@ -36,11 +33,11 @@ import numpy as np
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 from data_pipeline.errors import UserError
 
-Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64", "float", "weight", "time", "user"]
+Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64", "float", "weight", "time"]
 KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # those that `parse` reads
-Transform = Literal["log", "standardize", "bucketize", "none"]
+Transform = Literal["log", "standardize", "none"]
 Format = Literal["text", "csv", "jsonl"]
-NOT_FEATURES: tuple[Kind, ...] = ("ignore", "label", "weight", "time", "user")
+NOT_FEATURES: tuple[Kind, ...] = ("ignore", "label", "weight", "time")
 _NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
 _CATEGORIES: tuple[Kind, ...] = ("hex", "category", "list")
 _LONGEST_NAME = 150  # in bytes; file systems allow 255, and unfinished files have longer names
@@ -56,10 +53,7 @@ class Column:
         kind: the type of its cells.
         separator: stands between the elements of a list.
         column: its name in logs that name their columns; "" if it is the same.
-        transform: of a number: "log" for log(x + offset), "standardize" for (x - mean) / standard deviation, "none" for x, or
-            "bucketize" for a category with ids 1 + how many boundaries are at most x.
-        boundaries: of the ranges of a bucketized number, ascending.
-        buckets: instead of boundaries, the number of ranges, with about equally many training values in each.
+        transform: of a number: "log" for log(x + offset), "standardize" for (x - mean) / standard deviation, "none" for x.
         hash_buckets: hash a category's values into ids 1..hash_buckets - 1; None for a vocabulary.
         max_ids: the most values that a category's vocabulary keeps, by falling frequency.
         max_length: the most elements that a list keeps, from the first on.
@@ -74,14 +68,7 @@ class Column:
     hash_buckets: int | None = None
     max_ids: int | None = None
     max_length: int | None = None
-    boundaries: tuple[float, ...] = ()
-    buckets: int | None = None
     format: str = ""
-
-    @property
-    def bucketized(self) -> bool:
-        """Whether it is a number that is stored as the id of its range."""
-        return self.kind in _NUMBERS and self.transform == "bucketize"
 
     @property
     def source(self) -> str:
@@ -94,13 +81,11 @@ class LogSchema:
     """The columns in the order of a line, the separator between them, and whether each file starts with a line of column names.
 
     missing: texts that stand for missing cells, besides empty ones.
-    transformed: the integer columns are float32 and stored unchanged, as from the .npy files of torchrec's scripts.
     """
 
     columns: tuple[Column, ...]
     separator: str = "\t"
     header: bool = False
-    transformed: bool = False
     format: Format = "text"
     missing: tuple[str, ...] = ()
 
@@ -121,14 +106,12 @@ class LogSchema:
 
     @property
     def integers(self) -> tuple[str, ...]:
-        """Names of the numeric columns of all kinds, except bucketized ones."""
-        return tuple(column.name for column in self.columns if column.kind in _NUMBERS and not column.bucketized)
+        """Names of the numeric columns of all kinds."""
+        return self.of_kind(*_NUMBERS)
 
     @property
     def number_dtype(self) -> np.dtype:
         """dtype of parsed numbers."""
-        if self.transformed:
-            return np.dtype(np.float32)
         columns = [self.column_of(name) for name in self.integers]
         wide = any(column.kind in ("int64", "float") or column.transform == "standardize" for column in columns)
         return np.dtype(np.float64 if wide else np.int32)
@@ -136,11 +119,7 @@ class LogSchema:
     @property
     def is_plain_text(self) -> bool:
         """Whether `parse` can read logs of this format and these kinds of columns."""
-        return (
-            self.format != "jsonl"
-            and not self.missing
-            and all(column.kind in KINDS and not column.bucketized for column in self.columns)
-        )
+        return self.format != "jsonl" and not self.missing and all(column.kind in KINDS for column in self.columns)
 
     def column_of(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
@@ -148,7 +127,7 @@ class LogSchema:
     @property
     def singles(self) -> tuple[str, ...]:
         """Names of the categorical columns of one value per row."""
-        return tuple(column.name for column in self.columns if column.kind in ("hex", "category") or column.bucketized)
+        return self.of_kind("hex", "category")
 
     @property
     def lists(self) -> tuple[str, ...]:
@@ -162,9 +141,8 @@ class LogSchema:
 
     @property
     def key_dtype(self) -> np.dtype:
-        """dtype of category keys: 32 bits if all are hex digits, else 64 bits for hashes and numbers."""
-        wide = self.of_kind("category", "list") or any(column.bucketized for column in self.columns)
-        return np.dtype(np.uint64 if wide else np.uint32)
+        """dtype of category keys: 32 bits if all are hex digits, else 64 bits for hashes."""
+        return np.dtype(np.uint64 if self.of_kind("category", "list") else np.uint32)
 
 
 def criteo_schema(*, labeled: bool) -> LogSchema:
@@ -219,19 +197,17 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
         header=_header(content.get("header", False)),
         missing=_missing(content.get("missing", [])),
     )
-    kinds: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("time", "times"), ("user", "users"))
+    kinds: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("time", "times"))
     for kind, plural in kinds:
         if len(schema.of_kind(kind)) > 1:
             names = ", ".join(schema.of_kind(kind))
             raise UserError(f"columns {names} are all {plural}; there can be only one, so ignore the others")
-    if schema.of_kind("time") and schema.of_kind("user"):
-        raise UserError("one column is of kind time and one of kind user; rows are split by one of them, so ignore the other")
     if not schema.integers + schema.categories:
         raise UserError("no column is a number or category; there is nothing to learn from")
     for column in schema.columns:
         if not column.name and column.kind != "ignore":
             raise UserError("a column's name is empty; give the column a name, in the log and here, or ignore it")
-        if column.name == LABEL and column.kind not in ("ignore", "label", "time", "user"):
+        if column.name == LABEL and column.kind not in ("ignore", "label", "time"):
             raise UserError(f"column {LABEL} is of kind {column.kind}; the name is reserved for the label, so choose another one")
         if len(file_name(column.name).encode()) > _LONGEST_NAME:
             raise UserError(f"column {column.name[:40]}... has a name that is too long for its files; rename it")
@@ -252,11 +228,11 @@ def _column(name: str, entry: object) -> Column:
     kind = settings.get("kind")
     if kind not in get_args(Kind):
         raise UserError(f"{name}: kind {kind!r} is unknown; choose one of {', '.join(get_args(Kind))}")
-    allowed = {"kind", "column"} | ({"transform", "boundaries", "buckets"} if kind in _NUMBERS else set())
+    allowed = {"kind", "column"} | ({"transform"} if kind in _NUMBERS else set())
     allowed |= {"hash_buckets", "max_ids"} if kind in _CATEGORIES else set()
     allowed |= {"separator", "max_length"} if kind == "list" else {"format"} if kind == "time" else set()
     _refuse_unknown(settings, allowed, f"{name}: ")
-    for setting, least in (("hash_buckets", 2), ("max_ids", 1), ("max_length", 1), ("buckets", 2)):
+    for setting, least in (("hash_buckets", 2), ("max_ids", 1), ("max_length", 1)):
         number = settings.get(setting, least)
         if type(number) is not int or not least <= number <= 1 << 31:
             raise UserError(f"{name}: {setting} is {number!r}; it must be an integer from {least} to 2**31")
@@ -267,19 +243,9 @@ def _column(name: str, entry: object) -> Column:
     if "hash_buckets" in settings and "max_ids" in settings:
         raise UserError(f"{name}: max_ids limits a vocabulary, which hash_buckets replaces; give only one of them")
     transform = _one_of(f"{name}: transform", settings.get("transform", "log"), Transform)
-    if len({"boundaries", "buckets"} & settings.keys()) != (transform == "bucketize"):
-        raise UserError(f'{name}: transform = "bucketize" takes either boundaries or buckets; other transforms take neither')
-    boundaries = _boundaries(name, settings["boundaries"]) if "boundaries" in settings else ()
-    others = {name: value for name, value in settings.items() if name not in ("separator", "transform", "boundaries")}
+    others = {name: value for name, value in settings.items() if name not in ("separator", "transform")}
     separator = _byte(settings.get("separator", "|"))
-    return Column(name=name, separator=separator, transform=transform, boundaries=boundaries, **others)
-
-
-def _boundaries(name: str, value: object) -> tuple[float, ...]:
-    numbers = [float(number) for number in value if type(number) in (int, float)] if isinstance(value, list) else []
-    if not numbers or value != numbers or not all(low < high for low, high in itertools.pairwise([-math.inf, *numbers, math.inf])):
-        raise UserError(f"{name}: boundaries are {value!r}; they must be finite numbers, each above the one before")
-    return tuple(numbers)
+    return Column(name=name, separator=separator, transform=transform, **others)
 
 
 def _one_of(setting: str, value: object, choices: Any) -> Any:

@@ -84,9 +84,7 @@ class Encoder:
         return pa.Table.from_arrays(arrays, schema=self.columns), zeros
 
     def numbers(self, parsed: Parsed, rows: Rows) -> np.ndarray:
-        """Transform the numeric columns of rows, unless they already are: float32 [I, n], 0.0 where a value is missing."""
-        if self.schema.transformed:
-            return _select(parsed.integers, rows)
+        """Transform the numeric columns of rows: float32 [I, n], 0.0 where a value is missing."""
         values, missing = _select(parsed.integers, rows), _select(parsed.integer_missing, rows)
         encoded = np.empty(values.shape, np.float32)
         if values.dtype == np.int32:

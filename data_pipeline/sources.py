@@ -205,16 +205,16 @@ def empty(log: Source) -> UserError:
     return UserError(f"`input` {log} is empty; leave it out or fetch it again")
 
 
-def file_system(url: str, *, option: str = "input") -> tuple[Any, str]:
+def file_system(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
     Raises:
-        ValueError: the file system is unknown, or needs a package that isn't installed; the message names `option`.
+        ValueError: the file system is unknown, or needs a package that isn't installed; the message says which.
     """
     try:
         files, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        raise UserError(f"`{option}` {url}: {error}; run pip install s3fs for s3://, gcsfs for gs://") from error
+        raise UserError(f"`input` {url}: {error}; run pip install s3fs for s3://, gcsfs for gs://") from error
     except ValueError as error:
-        raise UserError(f"`{option}` {url}: {error}") from error
+        raise UserError(f"`input` {url}: {error}") from error
     return files, path

@@ -1,20 +1,20 @@
-"""Assignment of rows to splits by position in the logs, by log, at random, by time or by user."""
+"""Assignment of rows to splits by position in the logs, by log, at random or by time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import SPLITS
-from data_pipeline.schema import Kind, LogSchema
+from data_pipeline.schema import LogSchema
 from data_pipeline.splitmix import mix64
 
-SplitKind = Literal["chronological", "day", "random", "time", "user"]
+SplitKind = Literal["chronological", "day", "random", "time"]
 Rows = slice | np.ndarray  # of indices, ascending
 
 
@@ -30,7 +30,6 @@ class Splitting:
         average, and workers and part sizes don't matter. The default fractions are 8 : 1 : 1, as in BARS.
     time: rows from the time `test_from` on are the test split, those from `val_from` on before it are for validation. By default,
         the times are chosen to match the fractions (`data_pipeline.count_pass.find_times`). Rows of equal times are in one split.
-    user: each user is drawn with all rows, by a hash of the seed and the user.
     """
 
     split: SplitKind | Literal["train", "val", "test"] = "chronological"
@@ -43,7 +42,7 @@ class Splitting:
     @property
     def by_row(self) -> bool:
         """Whether a row's split is known without counting the rows before it."""
-        return self.split in ("random", "time", "user")
+        return self.split in ("random", "time")
 
     def times(self) -> dict[str, float]:
         """Return the times that a manifest records besides the fractions."""
@@ -51,37 +50,36 @@ class Splitting:
         return {name: time for name, time in named.items() if time is not None}
 
     def schema_used(self, schema: LogSchema) -> LogSchema:
-        """Return the schema with a column of times or users ignored, unless rows are split by it.
+        """Return the schema with a column of times ignored, unless rows are split by it.
 
         Raises:
-            ValueError: rows are split by a column that is missing.
+            ValueError: rows are split by time, and there is no such column.
         """
-        if self.split in ("time", "user") and not schema.of_kind(cast(Kind, self.split)):
-            raise UserError(f"`split` {self.split} needs a column of kind {self.split}; name one in `schema`")
-        others = {"time", "user"} - {self.split}
-        return replace(schema, columns=tuple(replace(c, kind="ignore") if c.kind in others else c for c in schema.columns))
+        if self.split != "time":
+            return replace(schema, columns=tuple(replace(c, kind="ignore") if c.kind == "time" else c for c in schema.columns))
+        if not schema.of_kind("time"):
+            raise UserError("`split` time needs a column of kind time; name one in `schema`")
+        return schema
 
-    def splits_of_rows(self, log: int, starts: np.ndarray, split_keys: np.ndarray | None) -> np.ndarray:
+    def splits_of_rows(self, log: int, starts: np.ndarray, times: np.ndarray | None) -> np.ndarray:
         """Return rows' splits as indices into SPLITS, int8 [n].
 
         Args:
             log: the number of their log.
             starts: where they begin in its text, or their numbers in it, int64 [n].
-            split_keys: their times or users, as in `Parsed`.
+            times: as in `Parsed`.
         """
         if self.split == "random":
             return self.drawn(log, starts)
-        assert split_keys is not None, "`schema_used` has been called"
-        if self.split == "user":
-            return self.drawn(0, split_keys)
+        assert times is not None, "`schema_used` has been called"
         assert self.val_from is not None, "times are known before rows are split by them"
         assert self.test_from is not None, "times are known before rows are split by them"
-        return np.searchsorted([self.val_from, self.test_from], split_keys, side="right").astype(np.int8)
+        return np.searchsorted([self.val_from, self.test_from], times, side="right").astype(np.int8)
 
-    def drawn(self, log: int, keys: np.ndarray) -> np.ndarray:
-        """Draw random splits as indices into SPLITS, int8 [n], from keys [n], such as the positions of rows in their log."""
+    def drawn(self, log: int, starts: np.ndarray) -> np.ndarray:
+        """Draw random splits as indices into SPLITS, int8 [n], from the positions of rows in their log, int64 [n]."""
         key = mix64(np.array([self.seed], np.uint64) ^ mix64(np.array([log], np.uint64)))
-        uniform = (mix64(keys.astype(np.uint64) ^ key) >> np.uint64(11)).astype(np.float64) / (1 << 53)
+        uniform = (mix64(starts.astype(np.uint64) ^ key) >> np.uint64(11)).astype(np.float64) / (1 << 53)
         return np.searchsorted([1 - self.val_fraction - self.test_fraction, 1 - self.test_fraction], uniform, side="right").astype(
             np.int8
         )

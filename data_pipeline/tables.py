@@ -63,9 +63,9 @@ def _json_type(values: list[Any], column: Column) -> pa.DataType:
     types = {type(value) for value in values[:1]} | {type(value) for value in values if isinstance(value, float)}
     if types == {bool}:
         return pa.bool_()
-    if not types <= {int, float} or (not types and column.kind in ("hex", "category", "list", "time", "user")):
+    if not types <= {int, float} or (not types and column.kind in ("hex", "category", "list", "time")):
         return pa.binary()
-    if column.kind in ("hex", "category", "list", "user") and types == {int}:
+    if column.kind in ("hex", "category", "list") and types == {int}:
         return pa.uint64() if any(type(value) is int and value >= 1 << 63 for value in values) else pa.int64()
     return pa.float64()
 

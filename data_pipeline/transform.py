@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_pipeline.atomic import refuse_overlap, replacing
-from data_pipeline.buckets import Counted
 from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
 from data_pipeline.counts import GroupCounts
-from data_pipeline.encoder import check_columns, new_logs_schema, open_encoder, recorded_log
+from data_pipeline.encoder import open_encoder, schema_of_new_logs
 from data_pipeline.errors import UserError
 from data_pipeline.fit import extend_vocabulary, fit_counted
 from data_pipeline.job import Job
@@ -36,8 +35,8 @@ from data_pipeline.manifest import (
     write_manifest,
 )
 from data_pipeline.options import PassOptions
-from data_pipeline.pool import Schedule
-from data_pipeline.preprocess import open_job
+from data_pipeline.pool import Schedule, open_job
+from data_pipeline.runs import Counted
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Splitting
 from data_pipeline.work import Tell
@@ -75,9 +74,7 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
         OSError: the output cannot be written.
     """
     source = read_manifest(options.data)
-    known = recorded_log(source, options.data)
-    schema = options.schema or new_logs_schema(known, options.inputs[0])
-    check_columns(schema, known, log=options.inputs[0], data=options.data)
+    schema = schema_of_new_logs(source, options.data, options.inputs[0], given=options.schema)
     split: dict[str, Any] = {"split": options.split}
     if options.split == "source":
         split = {option.name: source.options[option.name] for option in fields(Splitting) if option.name in source.options}

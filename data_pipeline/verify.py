@@ -117,7 +117,8 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
             if not np.isfinite(values).all() or (integer.transform == "log" and (values < 0).any()):
                 raise UserError(f"{where}: {integer.name} holds values that are not finite, or negative logarithms; {REMEDY}")
         for column in manifest.categorical_columns:
-            ids = ids_of(group, column.name, is_list=column.is_list)
+            cells = group.column(column.name).combine_chunks()
+            ids = (cells.flatten() if column.is_list else cells).to_numpy()
             id_counts[column.name] += len(ids)
             zeros[column.name] += int(np.count_nonzero(ids == 0))
             if len(ids) and not 0 <= ids.min() <= ids.max() < column.num_embeddings:
@@ -125,8 +126,8 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
     return _Contents(ids=id_counts, zeros=zeros, positives=positives, weight=weight)
 
 
-def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
-    """Read a Parquet file's row groups, each with the number of its first row; only the given columns, or all.
+def read_row_groups(path: Path) -> Iterator[tuple[int, pa.Table]]:
+    """Read a Parquet file's row groups, each with the number of its first row.
 
     Raises:
         ValueError: the file or a group can't be read.
@@ -135,18 +136,11 @@ def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterato
     try:
         with pq.ParquetFile(path, memory_map=True) as file:
             for number in range(file.num_row_groups):
-                group = file.read_row_group(number, columns=columns, use_threads=False)
+                group = file.read_row_group(number, use_threads=False)
                 yield row, group
                 row += len(group)
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"{path}, from row {row} on, cannot be read ({error}); {REMEDY}") from error
-
-
-def ids_of(group: pa.Table, name: str, *, is_list: bool) -> np.ndarray:
-    """Return the ids of a column; those of lists are concatenated."""
-    column = group.column(name).combine_chunks()
-    ids: np.ndarray = (column.flatten() if is_list else column).to_numpy()
-    return ids
 
 
 def _check_sums(manifest: Manifest, folder: Path, by_split: Mapping[str, Sequence[_Contents]]) -> None:

@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 
 from data_pipeline.arrow import to_arrow
 from data_pipeline.atomic import remove, replacing
-from data_pipeline.buckets import Counted
 from data_pipeline.errors import UserError
 from data_pipeline.hashing import allocate, release, write_table
 from data_pipeline.manifest import Shard, describe_file
+from data_pipeline.runs import Counted
 from data_pipeline.schema import file_name
 
 _BLOCK = 1 << 20

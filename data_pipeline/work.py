@@ -7,7 +7,7 @@
     .data.partial/ranked/           with an order of similarity: the vocabularies in order of frequency
     .data.partial/samples/          and the sampled rows of parts
     .data.partial/shards/           pass 2: records of the shards written for each part
-    .data.partial/data/             the data set itself, renamed to its final path or uploaded to its URL at the end
+    .data.partial/data/             the data set itself, renamed to its final path at the end
 
 Every file is written under a temporary name, synced and renamed. A part's statistics are written last, which marks it as done.
 """
@@ -33,8 +33,6 @@ from data_pipeline.atomic import (
     replacing,
     resolved,
 )
-from data_pipeline.sources import Source, is_url
-from data_pipeline.storage import Destination
 
 Record = TypeVar("Record")
 Tell = Callable[[str], None]
@@ -75,7 +73,7 @@ class WorkFolder:
 
 @contextmanager
 def work_folder(
-    output: Source, *, identity: dict[str, Any], files: tuple[str, ...] | None, overwrite: bool, tell: Tell
+    output: Path, *, identity: dict[str, Any], files: tuple[str, ...] | None, overwrite: bool, tell: Tell
 ) -> Iterator[WorkFolder]:
     """Yield the output's work folder as an earlier run of this identity left it; its data become `output` when the block ends.
 
@@ -90,8 +88,7 @@ def work_folder(
         ValueError: output must not be written, or another process is writing it.
         OSError: it cannot be written; the message says what to do.
     """
-    destination = Destination(output, files) if is_url(output) and files else None
-    named_output, output = output, destination.staging if destination else resolved(Path(output))
+    named_output, output = output, resolved(output)
     work = WorkFolder(hidden(output, "partial"))
     try:
         make_parent(output)
@@ -100,28 +97,22 @@ def work_folder(
                 work.path.mkdir(exist_ok=True)
                 if (output / (files[0] if files else "")).exists() and not work.data.exists():
                     _empty(work.path)  # an earlier run was killed between putting its data in place and cleaning up
-                if destination:
-                    destination.check(overwrite=overwrite)
-                else:
-                    check_output(output, files=files, overwrite=overwrite)
+                check_output(output, files=files, overwrite=overwrite)
                 _open(work, identity, named_output, tell)
                 yield work
-                if destination:
-                    destination.put(work.data, tell)
-                else:
-                    put_in_place(work.data if files else work.data / Path(named_output).name, output)
+                put_in_place(work.data if files else work.data / named_output.name, output)
                 _discard(work.path)
             finally:
                 if not any(any((work.path / folder).glob("*.json")) for folder in ("times", "counts", "shards")):
                     _discard(work.path)
     except OSError as error:
-        remedy = "choose a writable place with enough space" if not destination else "check its name and your credentials"
+        remedy = "choose a writable place with enough space"
         if work.path.exists():
             remedy = "finished parts are kept: free up space or fix permissions, and run the same command again"
-        raise OSError(f"cannot write `output` {named_output if destination else output}: {reason_of(error)}; {remedy}") from error
+        raise OSError(f"cannot write `output` {output}: {reason_of(error)}; {remedy}") from error
 
 
-def _open(work: WorkFolder, identity: dict[str, Any], output: Source, tell: Tell) -> None:
+def _open(work: WorkFolder, identity: dict[str, Any], output: Path, tell: Tell) -> None:
     path = work.path / "identity.json"
     if path.exists() and work.data.exists():  # otherwise the data was put in place and has been removed since
         recorded = json.loads(path.read_bytes())

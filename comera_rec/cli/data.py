@@ -1,4 +1,4 @@
-"""Commands on logs and data sets, without torch: `synth`, `preprocess`, `transform`, `verify`, `inspect`, `to-npy`."""
+"""Commands on logs and data sets, without torch: `synth`, `preprocess`, `transform`, `verify`, `inspect`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any, TypeVar, get_args
 import click
 
 from comera_rec.cli.errors import with_options
-from comera_rec.cli.types import BYTES, LOCATION, TIME
+from comera_rec.cli.types import BYTES, TIME
 from data_pipeline.errors import UserError
 from data_pipeline.inspection import find_id, find_text, to_text
 from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, read_manifest
-from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions, format_bytes
 from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import preprocess as write_data_set
@@ -77,7 +76,7 @@ def _pass_options(command: _Command) -> _Command:
             multiple=True,
             required=True,
             metavar="RAW [RAW ...]",
-            help="Logs in time order: files, URLs such as s3://bucket/day_*.gz, or torchrec's *_sparse.npy with their neighbors.",
+            help="Logs in time order: files, or URLs such as s3://bucket/day_*.gz.",
         ),
         click.argument("more_inputs", nargs=-1, metavar=""),
         click.option("--max-bad-rows", default=0, show_default=True, help="Most malformed lines to drop before the run stops."),
@@ -114,7 +113,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
 
 @click.command()
 @_pass_options
-@click.option("--output", type=LOCATION, required=True, metavar="DATA", help="Folder or URL of the data set, new or empty.")
+@click.option("--output", type=_PATH, required=True, metavar="DATA", help="Folder of the data set, new or empty.")
 @click.option("--schema", type=_PATH, metavar="FILE", help="TOML file that names the columns of logs other than Criteo's.")
 @click.option(
     "--min-count",
@@ -136,11 +135,11 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     type=click.Choice(get_args(SplitKind)),
     default="chronological",
     show_default=True,
-    help="In order; by file, halving the last one for validation and test; at random; by a column of times; or by users.",
+    help="In order; by file, halving the last one for validation and test; at random; or by a column of times.",
 )
 @click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows for validation, just before the test rows.")
 @click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows for the test, at the end.")
-@click.option("--seed", default=0, show_default=True, help="Seed of a split at random or by users.")
+@click.option("--seed", default=0, show_default=True, help="Seed of a split at random.")
 @click.option("--val-from", type=TIME, metavar="TIME", help="Start of validation, by time: 2026-01-31T12:00 or a number.")
 @click.option("--test-from", type=TIME, metavar="TIME", help="Start of the test, likewise; give both instead of fractions.")
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
@@ -169,7 +168,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
 @click.command()
 @_pass_options
 @click.option("--data", type=_PATH, required=True, help="The data set whose vocabularies to use.")
-@click.option("--output", type=LOCATION, required=True, metavar="NEWDATA", help="Folder or URL of the new data set.")
+@click.option("--output", type=_PATH, required=True, metavar="NEWDATA", help="Folder of the new data set.")
 @click.option(
     "--schema",
     type=_PATH,
@@ -262,21 +261,6 @@ def inspect(data: Path, column: str | None, number: int | None, text: str | None
             raise UserError("give --column with one of --id and --text, or none of them for the whole data set")
 
 
-@click.command("to-npy")
-@click.option("--data", type=_PATH, required=True, help="The data set's folder.")
-@click.option("--output", type=_PATH, required=True, metavar="DIR", help="Folder of the files, new or empty.")
-@click.option("--overwrite", is_flag=True, help="Replace finished files.")
-def to_npy(data: Path, output: Path, overwrite: bool) -> None:
-    """Write dense float32, sparse int32 and labels int32 of each split, as torchrec's BinaryCriteoUtils lays them out.
-
-    \b
-    Example:
-      comera to-npy --data data/ --output npy/
-    """
-    export_npy(read_manifest(data), data, output, overwrite=overwrite)
-    click.echo(f"wrote {output}")
-
-
 def _columns_of_new_values(manifest: Manifest, known: Manifest) -> list[str]:
     """List the columns in which far more cells have id 0 than in the data set that encoded them."""
 
@@ -291,7 +275,7 @@ def _columns_of_new_values(manifest: Manifest, known: Manifest) -> list[str]:
     ]
 
 
-def _summary(manifest: Manifest, output: Source, seconds: float) -> str:
+def _summary(manifest: Manifest, output: Path, seconds: float) -> str:
     rows = manifest.rows
     lines = [
         f"rows: {rows.read:,} read, {rows.written:,} written, {rows.rejected:,} rejected",

@@ -28,7 +28,6 @@ COMMANDS = {
     "transform": ("comera_rec.cli.data", "Encode new logs with a data set's vocabularies."),
     "verify": ("comera_rec.cli.data", "Check a data set against its manifest."),
     "inspect": ("comera_rec.cli.data", "Show what is in a data set, or a category's text beside its id."),
-    "to-npy": ("comera_rec.cli.data", "Write a data set as torchrec's .npy files."),
     "train": ("comera_rec.cli.train", "Train a model, dense or compressed, from a TOML config."),
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
     "compress": ("comera_rec.cli.model", "Compress a trained dense run by TT-SVD."),
@@ -48,7 +47,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name.replace("-", "_"))
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:

@@ -1,4 +1,4 @@
-"""Types of options: sizes, locations and times."""
+"""Types of options: sizes and times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import click
 
 from data_pipeline.errors import UserError
 from data_pipeline.options import parse_bytes
-from data_pipeline.sources import source
 
 
 class Parsed(click.ParamType):
@@ -40,5 +39,4 @@ def _seconds(text: str) -> float:
 
 
 BYTES = Parsed("SIZE", parse_bytes)
-LOCATION = Parsed("PATH", source)
 TIME = Parsed("TIME", _seconds)

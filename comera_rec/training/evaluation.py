@@ -11,9 +11,7 @@ from torch import nn
 
 from comera_rec.data import BatchLoader, ParquetBatches
 from comera_rec.distributed import WORLD
-from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics, OneClass, mean_of_tasks
-
-EXACT_ROWS = 5_000_000  # for more rows AUC is binned: the exact one sorts all rows, at about 50 bytes each
+from comera_rec.training.metrics import BinaryMetrics, OneClass, mean_of_tasks
 
 
 @dataclass
@@ -55,8 +53,7 @@ def evaluate(
         model: called as `model(dense, sparse)`, in evaluation mode.
         between: called between two batches; what it raises ends the evaluation.
     """
-    kind = BinaryMetrics if batches.rows <= EXACT_ROWS else BinnedMetrics
-    metrics = {label.name: kind() for label in batches.manifest.labels}
+    metrics = {label.name: BinaryMetrics() for label in batches.manifest.labels}
     training = model.training
     model.eval()
     try:
@@ -77,7 +74,7 @@ def evaluate(
     return mean_of_tasks({name: _computed(label_metrics) for name, label_metrics in metrics.items()})
 
 
-def _computed(metrics: BinaryMetrics | BinnedMetrics) -> dict[str, float | int] | OneClass:
+def _computed(metrics: BinaryMetrics) -> dict[str, float | int] | OneClass:
     try:
         return metrics.compute()
     except OneClass as error:

@@ -55,14 +55,6 @@ def test_synth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 200
 
 
-def test_preprocess(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("preprocess", "--input", log, "--output", tmp_path / "data") == 0
-    captured = capsys.readouterr()
-    assert "rows: 200 read, 200 written, 0 rejected" in captured.out
-    assert "splits: train 160, val 20, test 20" in captured.out
-    assert captured.err == ""  # no progress bar in a pipe
-
-
 def test_several_inputs_keep_their_order(log: Path, tmp_path: Path) -> None:
     """Inputs may all follow one --input, as the shell expands day_*.gz, amid other options, or each its own --input."""
     days = [log.parent / name for name in ("day_0", "day_1", "day_2")]
@@ -97,24 +89,14 @@ def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["synth", "--rows", "0", "--output", "log.txt"], "comera: --rows is 0; it must be at least 1"),
-        (["synth", "--rows", "many", "--output", "log.txt"], "'many' is not a valid integer"),
-        (["synth", "--output", "log.txt"], "Missing option '--rows'"),
         (["preprocess", "--output", "data"], "Missing option '--input'"),
         (["preprocess", "--input", "nowhere", "--output", "data"], "comera: --input nowhere does not exist; check its name"),
-        (["preprocess", "--input", "bad.tsv", "--output", "data"], "comera: bad.tsv:1: 1 columns; Criteo logs have 40"),
         (["preprocess", "--input", "loop", "--output", "data"], "cannot read --input loop: Too many levels of symbolic links"),
+        (["preprocess", "--input", "bad.tsv", "--output", "data"], "comera: bad.tsv:1: 1 columns; Criteo logs have 40"),
         (["preprocess", "--input", "bad.tsv", "--output", "loop"], "--output loop leads to a symbolic link to itself"),
-        (["preprocess", "--input", "bad.tsv", "--output", "loop/data"], "--output loop/data leads to a symbolic link to itself"),
         (["preprocess", "--input", "x" * 300, "--output", "data"], "File name too long"),
         (["transform", "--data", "loop", "--input", "bad.tsv", "--output", "data"], "loop"),
-        (["synth", "--rows", "9", "--output", "loop"], "--output loop leads to a symbolic link to itself"),
         (["inspect", "--data", "loop"], "loop"),
-        (["preprocess", "--input", "bad.tsv", "--schema", "loop", "--output", "data"], "--schema loop does not exist"),
-        (
-            ["preprocess", "--input", "bad.tsv", "--output", "data", "--memory-limit", "256MiB"],
-            "which need 512 MiB; raise it, as any parts need more than 384 MiB",
-        ),
-        (["preprocess", "--input", "bad.tsv", "--output", "data", "--min-count", "0"], "comera: --min-count is 0"),
         (
             ["preprocess", "--input", "bad.tsv", "--output", "data", "--min-count", "C3=few"],
             "comera: --min-count is 'C3=few'; write a",
@@ -152,20 +134,14 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_logs_are_ordered_by_their_numbers(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The shell puts day_10 before day_2, so the last file would not be the last day."""
+    """day_10 is before day_2 in a shell's order, and in that of patterns, so the last file would not be the last day."""
     days = [str(log.parent / f"day_{day}") for day in (0, 10, 2)]
     for day in days:
         shutil.copy(log, day)
-    assert run("preprocess", "--input", *days, "--output", tmp_path / "data", "--split", "day") == 0
-    assert [file.name for file in read_manifest(tmp_path / "data").inputs] == ["day_0", "day_2", "day_10"]
-    assert capsys.readouterr().err == f"reading the logs in the order of their numbers: {days[0]} ... {days[1]}\n"
-
-
-def test_patterns_that_no_shell_expanded(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for day in (0, 10, 2):
-        shutil.copy(log, log.parent / f"day_{day}")
-    assert run("preprocess", "--input", log.parent / "day_*", "--output", tmp_path / "data", "--split", "day") == 0
-    assert [file.name for file in read_manifest(tmp_path / "data").inputs] == ["day_0", "day_2", "day_10"]
+    for name, inputs in (("expanded", days), ("pattern", [log.parent / "day_*"])):
+        assert run("preprocess", "--input", *inputs, "--output", tmp_path / name, "--split", "day") == 0
+        assert [file.name for file in read_manifest(tmp_path / name).inputs] == ["day_0", "day_2", "day_10"]
+        assert capsys.readouterr().err == f"reading the logs in the order of their numbers: {days[0]} ... {days[1]}\n"
     assert run("preprocess", "--input", log.parent / "night_*", "--output", tmp_path / "none") == 2
     assert "night_* matches no file; check its name" in capsys.readouterr().err
 
@@ -201,9 +177,6 @@ def test_transform(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for name in ("new", "all"):
         assert run("verify", "--data", tmp_path / name) == 0
         assert run("inspect", "--data", tmp_path / name) == 0
-    capsys.readouterr()
-    assert run(*new, tmp_path / "data") == 2
-    assert "data overlap; choose another --output" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from data_pipeline.manifest import (
     read_manifest,
     write_manifest,
 )
+from data_pipeline.schema import LogSchema
 
 NUM_EMBEDDINGS = (50, 7)
 TAGS = 11
@@ -99,6 +100,7 @@ def write_dataset(
         )
         + ((dataclasses.replace(_C1, name="T1", num_embeddings=TAGS, is_list=True),) if lists else ()),
         splits=splits,
+        log=LogSchema(columns=()),
     )
     write_manifest(manifest, folder)
     return folder
@@ -149,17 +151,6 @@ class TestBatch:
         assert torch.equal(second.sparse["C2"].values(), number % 7)
         assert second.sparse.stride() == 36
 
-    def test_precomputed_fields_of_the_sparse_part_equal_torchrecs(self, data: Path) -> None:
-        sparse = next(iter(ParquetBatches(data, "train", batch_size=64))).sparse
-        plain = type(sparse)(sparse.keys(), sparse.values(), lengths=sparse.lengths())
-        assert torch.equal(sparse.offsets(), plain.offsets())
-        assert sparse.length_per_key() == plain.length_per_key()
-        assert sparse.offset_per_key() == plain.offset_per_key()
-
-    def test_moves_to_a_device(self, data: Path) -> None:
-        moved = next(iter(ParquetBatches(data, "train", batch_size=64))).to("meta")
-        assert {moved.dense.device.type, moved.sparse.values().device.type, moved.labels.device.type} == {"meta"}
-
     def test_keeps_no_view_of_its_neighbors(self, data: Path) -> None:
         for batch in ParquetBatches(data, "train", batch_size=10):
             for tensor in (batch.dense, batch.sparse.values(), batch.labels):
@@ -170,13 +161,8 @@ class TestLists:
     @pytest.mark.parametrize("shuffle", [False, True])
     def test_follow_their_rows(self, tmp_path: Path, shuffle: bool) -> None:
         data = write_dataset(tmp_path / "data", lists=True, train=100)
-        batches = [
-            batch
-            for rank in range(2)
-            for batch in ParquetBatches(
-                data, "train", batch_size=7, shuffle=shuffle, shuffle_rows=20, process_rank=rank, world_size=2
-            )
-        ]
+        options = {"batch_size": 7, "shuffle": shuffle, "shuffle_rows": 20, "world_size": 2}
+        batches = [batch for rank in range(2) for batch in ParquetBatches(data, "train", process_rank=rank, **options)]
         assert sorted(numbers(batches)) == list(range(100))
         for batch in batches:
             expected = [tags(number) for number in numbers([batch])]
@@ -208,17 +194,25 @@ class TestLists:
             list(ParquetBatches(data, "train", batch_size=8))
 
 
+OPTIONS = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(2, 40),
+        "shuffle": st.booleans(),
+        "shuffle_rows": st.sampled_from([1, 10, 1000]),
+        "drop_last": st.booleans(),
+    }
+)
+
+
 class TestRows:
     @settings(deadline=None, max_examples=60)
     @given(
         rows=st.integers(1, 90),
         row_group=st.integers(1, 20),
         shard=st.integers(5, 60),
-        batch_size=st.integers(2, 40),
         world_size=st.integers(1, 4),
-        shuffle_rows=st.sampled_from([0, 1, 10, 1000]),
+        options=OPTIONS,
         epochs=st.integers(1, 2),
-        drop_last=st.booleans(),
     )
     def test_each_row_once_per_epoch_in_equally_many_batches_on_every_rank(
         self,
@@ -226,29 +220,15 @@ class TestRows:
         rows: int,
         row_group: int,
         shard: int,
-        batch_size: int,
         world_size: int,
-        shuffle_rows: int,
+        options: dict[str, Any],
         epochs: int,
-        drop_last: bool,
     ) -> None:
+        batch_size, drop_last = options["batch_size"], options["drop_last"]
         assume(rows >= world_size * (batch_size if drop_last else 1))
         data = write_dataset(tmp_path_factory.mktemp("rows") / "data", row_group=row_group, shard=shard, train=rows)
-
-        def make(rank: int) -> ParquetBatches:
-            return ParquetBatches(
-                data,
-                "train",
-                batch_size=batch_size,
-                shuffle=shuffle_rows > 0,
-                shuffle_rows=max(1, shuffle_rows),
-                epochs=epochs,
-                process_rank=rank,
-                world_size=world_size,
-                drop_last=drop_last,
-            )
-
-        datasets = [make(rank) for rank in range(world_size)]
+        options = {"epochs": epochs, "world_size": world_size, **options}
+        datasets = [ParquetBatches(data, "train", process_rank=rank, **options) for rank in range(world_size)]
         per_rank = [list(dataset) for dataset in datasets]
         per_epoch = datasets[0].batches_per_epoch()
         assert [len(batches) for batches in per_rank] == [per_epoch * epochs] * world_size
@@ -266,12 +246,10 @@ class TestRows:
 
     @settings(deadline=None, max_examples=25)
     @given(
-        rows=st.integers(20, 90),
+        rows=st.integers(80, 120),
         row_group=st.integers(3, 20),
-        batch_size=st.integers(2, 9),
         world_size=st.integers(1, 2),
-        shuffle_rows=st.sampled_from([0, 1, 25, 1000]),
-        drop_last=st.booleans(),
+        options=OPTIONS,
         stop=st.integers(0, 60),
     )
     def test_resuming_after_any_batch_gives_the_same_rest(
@@ -279,41 +257,22 @@ class TestRows:
         tmp_path_factory: pytest.TempPathFactory,
         rows: int,
         row_group: int,
-        batch_size: int,
         world_size: int,
-        shuffle_rows: int,
-        drop_last: bool,
+        options: dict[str, Any],
         stop: int,
     ) -> None:
         data = write_dataset(tmp_path_factory.mktemp("resume") / "data", row_group=row_group, shard=40, train=rows)
-
-        def make() -> ParquetBatches:
-            return ParquetBatches(
-                data,
-                "train",
-                batch_size=batch_size,
-                shuffle=shuffle_rows > 0,
-                shuffle_rows=max(1, shuffle_rows),
-                seed=5,
-                epochs=3,
-                process_rank=world_size - 1,
-                world_size=world_size,
-                drop_last=drop_last,
-            )
-
-        whole = list(make())
-        stop = min(stop, len(whole))
-        broken = make()
+        options = {"seed": 5, "epochs": 3, "process_rank": world_size - 1, "world_size": world_size, **options}
+        whole, broken, resumed = (ParquetBatches(data, "train", **options) for _ in range(3))
+        expected = list(whole)
+        stop = min(stop, len(expected))
         unbroken = iter(broken)
         for _ in range(stop):
             next(unbroken)
         state = json.loads(json.dumps(broken.state_dict()))
-        resumed = make()
         resumed.load_state_dict(state)
         assert resumed.state_dict() == state
-        rest = list(resumed)
-        assert len(rest) == len(whole) - stop
-        for left, right in zip(rest, whole[stop:], strict=True):
+        for left, right in zip(resumed, expected[stop:], strict=True):
             assert_equal(left, right)
 
     @pytest.mark.parametrize("drop_last", [True, False])
@@ -341,11 +300,6 @@ class TestRows:
         assert numbers_of_all(resumed) == one[20:]
         with pytest.raises(ValueError, match=r"8 readers made them, which 16 processes can't share: launch .* that divides 8"):
             make(0, 16, readers=16).load_state_dict(state)
-
-    def test_readers_share_batches_equally(self, data: Path) -> None:
-        for readers in (0, 3, 8):
-            with pytest.raises(ValueError, match=rf"multiple of world_size \(2\) that divides the 20 rows .*, got {readers}"):
-                ParquetBatches(data, "train", batch_size=10, world_size=2, readers=readers)
 
     def test_resuming_reads_only_the_remaining_rows(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         dataset = ParquetBatches(data, "train", batch_size=10, shuffle=True, shuffle_rows=8)
@@ -459,6 +413,7 @@ class TestBadInput:
         [
             ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
             ({"batch_size": 8, "shuffle_rows": 0}, "shuffle_rows must be at least 1, got 0"),
+            ({"batch_size": 10, "world_size": 2, "readers": 3}, r"multiple of world_size \(2\) that divides the 20 rows .*, got 3"),
             ({"batch_size": 8, "epochs": 0}, "epochs must be at least 1, or None for endless, got 0"),
             ({"batch_size": 8, "seed": -1}, "seed must be at least 0, got -1"),
             ({"batch_size": 8, "process_rank": 2, "world_size": 2}, r"process_rank must be in 0..1 \(world_size 2\), got 2"),
@@ -470,10 +425,6 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             ParquetBatches(data, "train", **arguments)
 
-    def test_prefetch(self, data: Path) -> None:
-        with pytest.raises(ValueError, match="prefetch must be at least 1 batch, got 0"):
-            BatchLoader(ParquetBatches(data, "train", batch_size=8), prefetch=0)
-
     def test_split(self, data: Path) -> None:
         with pytest.raises(ValueError, match=r"split 'dev' is not in .* it has train, val, test"):
             ParquetBatches(data, "dev", batch_size=8)
@@ -483,15 +434,6 @@ class TestBadInput:
     def test_unlabeled(self, tmp_path: Path) -> None:
         data = write_dataset(tmp_path / "data", train=10, labeled=False)
         with pytest.raises(ValueError, match=r"has no labels, .* preprocess logs with labels"):
-            ParquetBatches(data, "train", batch_size=8)
-
-    def test_missing_or_resized_shard(self, data: Path) -> None:
-        path = data / "train" / "part-00001.parquet"
-        path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(ValueError, match=r"part-00001.parquet has \d+ bytes, but the manifest states"):
-            ParquetBatches(data, "train", batch_size=8)
-        path.unlink()
-        with pytest.raises(ValueError, match=r"part-00001.parquet does not exist"):
             ParquetBatches(data, "train", batch_size=8)
 
     def test_a_shard_of_the_right_size_that_is_not_parquet(self, data: Path) -> None:
@@ -529,12 +471,14 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             list(ParquetBatches(data, "train", batch_size=8))
 
+    def test_a_loader_and_a_state_of_other_batches(self, data: Path) -> None:
+        batches = ParquetBatches(data, "train", batch_size=8)
+        with pytest.raises(ValueError, match="prefetch must be at least 1 batch, got 0"):
+            BatchLoader(batches, prefetch=0)
+        with pytest.raises(ValueError, match="cannot resume the batches: batch_size was 8, not 9; set it back or start anew"):
+            ParquetBatches(data, "train", batch_size=9).load_state_dict(batches.state_dict())
+
     def test_workers_beyond_the_rows(self, data: Path) -> None:
         loader = DataLoader(ParquetBatches(data, "val", batch_size=15, epochs=None, drop_last=True), batch_size=None, num_workers=2)
         with pytest.raises(ValueError, match="batch_size 15 on 2 readers doesn't divide 20 rows into equal batches"):
             next(iter(loader))
-
-    def test_resuming_with_other_batches(self, data: Path) -> None:
-        state = ParquetBatches(data, "train", batch_size=8).state_dict()
-        with pytest.raises(ValueError, match="cannot resume the batches: batch_size was 8, not 9; set it back or start anew"):
-            ParquetBatches(data, "train", batch_size=9).load_state_dict(state)

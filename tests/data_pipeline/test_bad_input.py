@@ -40,14 +40,8 @@ def run(log: Path, output: Path, **options: object) -> None:
         (to_text(ROWS[:4]) + b"\n" + to_text(ROWS), "log.tsv:5: blank line"),
         (to_text([*ROWS, ["1"] + [""] * 40]), "log.tsv:31: 41 columns where 40"),
         (with_cell(20, "xyz"), "log.tsv:17: C7 'xyz' is not 1 to 8 hex digits"),
-        (with_cell(20, "123456789"), "log.tsv:17: C7 '123456789' is not 1 to 8 hex digits"),
-        (with_cell(20, '"1f"'), "log.tsv:17: C7 '\"1f\"' is not 1 to 8 hex digits"),
         (with_cell(20, "é" * 60), r"log.tsv:17: C7 '(\\xc3\\xa9){20}' is not"),
         (with_cell(20, "a\x0bb\x1c"), r"log.tsv:17: C7 'a\\x0bb\\x1c' is not"),
-        (with_cell(3, "1.5"), "log.tsv:17: I3 '1.5' is not a 32-bit integer"),
-        (with_cell(3, "3000000000"), "log.tsv:17: I3 '3000000000' is not a 32-bit integer"),
-        (with_cell(0, "2"), "log.tsv:17: label '2' is not 0 or 1"),
-        (with_cell(0, ""), "log.tsv:17: label '' is not 0 or 1"),
         (b"a,b,c\n1,2,3\n", "log.tsv:1: 1 columns; Criteo logs have 40"),
         (b"x" * (1 << 21), "log.tsv: a line is longer than 1048576 bytes"),
         (b"", "log.tsv is empty"),
@@ -66,11 +60,10 @@ def run(log: Path, output: Path, **options: object) -> None:
         (b"\xfe\xff\x001", "log.tsv is text in UTF-16"),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
-def test_content(tmp_path: Path, write_log: WriteLog, content: bytes, message: str, workers: int) -> None:
+def test_content(tmp_path: Path, write_log: WriteLog, content: bytes, message: str) -> None:
     log = write_log(content)
     with pytest.raises(ValueError, match=message) as caught:
-        run(log, tmp_path / "data", workers=workers)
+        run(log, tmp_path / "data")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "data").exists()
 
@@ -79,12 +72,6 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"`input` .*pipe is a pipe or a device, and logs are read twice; write it to a file"):
         run(tmp_path / "pipe", tmp_path / "data")
-
-
-def test_second_log_with_other_columns(tmp_path: Path, write_log: WriteLog) -> None:
-    logs = (write_log(ROWS, "day_0"), write_log(random_rows(5, labeled=False), "day_1"))
-    with pytest.raises(ValueError, match="day_1:1: 39 columns where 40 are expected"):
-        preprocess(PreprocessOptions(inputs=logs, output=tmp_path / "data"))
 
 
 def test_missing_and_folder(tmp_path: Path) -> None:
@@ -132,14 +119,17 @@ def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
         ({"workers": 0}, "`workers` is 0; it must be at least 1"),
         ({"hash_buckets": 1}, "`hash_buckets` is 1; it must be at least 2"),
         ({"min_counts": {"C3": 0}}, "`min_count` C3=0: it must be at least 1"),
-        ({"split": "weekly"}, "`split` is 'weekly'; choose one of chronological, day, random, time, user"),
+        ({"split": "weekly"}, "`split` is 'weekly'; choose one of chronological, day, random, time"),
         ({"seed": 1 << 64}, r"`seed` is 18446744073709551616; it must be below 2\*\*64"),
         ({"split": "day"}, "`split` day needs several logs"),
         (
             {"memory_limit": 400 << 20},
             "`memory_limit` 400 MiB is too little for parts of 64 MiB, which need 512 MiB; raise it, or lower `part_bytes`",
         ),
-        ({"memory_limit": 1000}, "`memory_limit` 1000 bytes is too little for parts of 64 MiB"),
+        (
+            {"memory_limit": 1000},
+            "`memory_limit` 1000 bytes is too little for parts of 64 MiB, .*; raise it, as any parts need more than 384 MiB",
+        ),
         ({"max_bad_rows": -1}, "`max_bad_rows` is -1; it must be at least 0"),
         ({"val_fraction": -0.1}, "`val_fraction` is -0.1; it must be at least 0 and below 1"),
         ({"test_fraction": float("nan")}, "`test_fraction` is nan"),

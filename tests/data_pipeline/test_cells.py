@@ -34,7 +34,7 @@ def cells(array: pa.Array, missing: tuple[str, ...] = (), **column: Any) -> tupl
     if column["kind"] == "list":
         values = np.split(parsed.list_keys[0], parsed.list_ends[0])[:-1]
         return [value.tolist() for value in values], [reason for _, reason in parsed.reasons]
-    special = {"label": parsed.labels, "weight": [parsed.weights], "time": [parsed.split_keys], "user": [parsed.split_keys]}
+    special = {"label": parsed.labels, "weight": [parsed.weights], "time": [parsed.times]}
     values = special.get(column["kind"], parsed.integers if len(parsed.integers) else parsed.keys)[0]
     is_missing = [*parsed.integer_missing, *parsed.key_missing, [False] * parsed.rows][0]
     return [None if gone else value for value, gone in zip(values.tolist(), is_missing, strict=True)], [
@@ -56,7 +56,6 @@ BYTES = pa.large_binary()
         ({"kind": "int64"}, pa.array(["9223372036854775807", f"93{0:017}", "5.5"]), [2.0**63], [f"93{0:017}", "5.5"]),
         ({"kind": "float"}, pa.array([1.5, float("nan"), 1e39, float("inf")]), [1.5, None], ["1e+39", "inf"]),
         ({"kind": "float"}, pa.array([".5", "-2e3", "+1.", "inf", "nan", "1e999", "1,5", "0x1", "--1", "1e"]), [0.5, -2000, 1], 7),
-        ({"kind": "float", "transform": "bucketize", "buckets": 3}, pa.array([None, "x"]), [None], ["x"]),
         ({"kind": "weight"}, pa.array(["0", "2.5", "-1", "", "nan", "1e40"]), [0, 2.5], ["-1", "", "nan", "1e40"]),
         ({"kind": "hex"}, pa.array(["fF", "", "123456789", "xyz"]), [255, None], ["123456789", "xyz"]),
         ({"kind": "hex"}, pa.array([-1, 0, 2**32 - 1, 2**32, None]), [0, 2**32 - 1, None], ["-1", "4294967296"]),
@@ -65,7 +64,6 @@ BYTES = pa.large_binary()
         ({"kind": "category"}, pa.array([True, False]), [hash_text(b"1"), hash_text(b"0")], []),
         ({"kind": "category"}, pa.array([7.0, None, 7.5]), [hash_text(b"7"), None], ["7.5"]),
         ({"kind": "category"}, pa.array([b"\xff", b""]), [hash_text(b"\xff"), None], []),
-        ({"kind": "user"}, pa.array(["u", None]), [hash_text(b"u")], [""]),
         ({"kind": "list"}, pa.array(["a|b", "", "a||b"]), [[hash_text(b"a"), hash_text(b"b")], []], ["a||b"]),
         ({"kind": "list"}, pa.array([[1], None, [None]]), [[hash_text(b"1")], []], ["null"]),
         ({"kind": "list"}, pa.array([[True], []]), [[hash_text(b"1")], []], []),
@@ -189,7 +187,7 @@ JSON = LogSchema(
         Column(name="a", kind="category"),
         Column(name="n", kind="float"),
         Column(name="l", kind="list"),
-        Column(name="again", kind="user", column="a"),
+        Column(name="again", kind="category", column="a"),
     ),
     format="jsonl",
 )

@@ -23,7 +23,7 @@ from random_logs import read
 from data_pipeline.encoder import Flat, RequestEncoder
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.reference import bucket, hash_text, hashed_id
+from data_pipeline.reference import hash_text, hashed_id
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.transform import TransformOptions, transform
 from data_pipeline.verify import verify
@@ -38,8 +38,6 @@ CELLS: dict[str, st.SearchStrategy[Any]] = {
     "rating": st.none() | st.integers(-90, 90).map(lambda tenths: tenths / 10),
     "nanos": st.none() | st.integers(-(2**63), 2**63 - 1),
     "price": st.none() | FLOATS,
-    "age": st.none() | st.integers(0, 99),
-    "height": st.none() | st.sampled_from([1.5, 1.6, 1.7, -2.0]) | FLOATS,
     "code": st.none() | st.integers(0, 3).map("{:x}".format) | st.integers(0, 2**32 - 1).map("{:08X}".format),
     "shop": st.none() | TEXTS,
     "item": st.none() | TEXTS,
@@ -54,8 +52,6 @@ COLUMNS = (
     Column(name="stars", kind="float", transform="standardize", column="rating"),
     Column(name="nanos", kind="int64", transform="none"),
     Column(name="price", kind="float"),
-    Column(name="age", kind="integer", transform="bucketize", boundaries=(18, 30.5, 60)),
-    Column(name="height", kind="float", transform="bucketize", buckets=3),
     Column(name="code", kind="hex"),
     Column(name="shop", kind="category"),
     Column(name="item", kind="category", max_ids=2),
@@ -63,9 +59,9 @@ COLUMNS = (
     Column(name="tags", kind="list", separator=" ", max_length=3),
 )
 NUMBERS = ("count", "stars", "nanos", "price")
-SINGLES = ("age", "height", "code", "shop", "item", "user")
+SINGLES = ("code", "shop", "item", "user")
 FORMATS = ("text", "csv", "jsonl", "parquet")
-TYPES = [pa.int8(), pa.bool_(), pa.float64(), pa.int32(), pa.float64(), pa.int64(), pa.float32(), pa.float64(), pa.float64()]
+TYPES = [pa.int8(), pa.bool_(), pa.float64(), pa.int32(), pa.float64(), pa.int64(), pa.float32()]
 TYPES += [pa.string(), pa.dictionary(pa.int32(), pa.string()), pa.binary_view(), pa.large_string(), pa.list_(pa.string())]
 
 
@@ -75,13 +71,6 @@ def column_of(rows: Sequence[dict[str, Any]], column: Column, train: int, min_co
     present = [cell for cell in cells[:train] if cell is not None]
     if column.kind in ("label", "weight"):
         return [np.float32(cell) if column.kind == "weight" else cell for cell in cells]
-    if column.bucketized:
-        boundaries = column.boundaries
-        if column.buckets:
-            boundaries = tuple(
-                {sorted(present)[len(present) * i // column.buckets]: 0 for i in range(1, column.buckets) if present}
-            )
-        return [0 if cell is None else bucket(cell, sorted(boundaries)) for cell in cells]
     if column.kind in ("integer", "int64", "float"):
         low = min(present, default=0)
         mean, scale = (np.mean(present), np.std(present)) if present else (0, 1)

@@ -24,7 +24,7 @@ from data_pipeline.verify import verify
 
 CASES = int(os.environ.get("FUZZ", "60"))
 ANY = settings(max_examples=CASES // 3, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
-KINDS = ("label", "integer", "int64", "float", "weight", "hex", "category", "list", "time", "user", "ignore")
+KINDS = ("label", "integer", "int64", "float", "weight", "hex", "category", "list", "time", "ignore")
 BYTES = st.binary(max_size=200) | st.lists(st.sampled_from([*b'0019af,\t|"\n\r {}[]:-.e\xc3\xa4\xff'])).map(bytes)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\0"), max_size=8) | st.sampled_from(
     ["7", "a b", '"', ","]

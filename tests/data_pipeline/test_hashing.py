@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline import hashing, native
-from data_pipeline.buckets import keys_of_numbers, numbers_of_keys, quantiles
-from data_pipeline.hashing import BucketIds, HashedIds, TableIds, encode_keys, open_tables, write_table
+from data_pipeline.hashing import HashedIds, TableIds, encode_keys, open_tables, write_table
 from data_pipeline.manifest import IntegerColumn
 from data_pipeline.native import Array, Matrix
 from data_pipeline.parse import parse
-from data_pipeline.reference import bucket, hashed_id, logarithm
+from data_pipeline.reference import hashed_id, logarithm
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.shards import Encoder
 
@@ -106,25 +105,3 @@ def test_arrays_of_other_kinds_are_refused() -> None:
         Array(np.zeros((3, 2), np.uint32)[:, 0], np.uint32)
     with pytest.raises(TypeError, match="with strides"):
         Matrix(np.zeros((3, 2), np.uint32).T, np.uint32)
-
-
-NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
-
-
-@given(numbers=st.lists(NUMBERS, min_size=1), boundaries=st.lists(NUMBERS, unique=True).map(sorted))
-@settings(max_examples=50, deadline=None)
-def test_ids_of_ranges_equal_the_reference(numbers: list[float], boundaries: list[float]) -> None:
-    keys = keys_of_numbers(np.array(numbers))
-    np.testing.assert_array_equal(numbers_of_keys(keys), numbers)
-    np.testing.assert_array_equal(np.argsort(keys, kind="stable"), np.argsort(numbers, kind="stable"))
-    (ids,), (zeros,) = encode_keys([BucketIds(boundaries)], keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
-    assert (ids.tolist(), zeros) == ([bucket(number, boundaries) for number in numbers], 0)
-
-
-@given(numbers=st.lists(st.integers(-9, 9).map(float), max_size=60), buckets=st.integers(2, 9), block=st.integers(1, 5))
-@settings(max_examples=50, deadline=None)
-def test_quantiles_of_blocks(numbers: list[float], buckets: int, block: int) -> None:
-    keys, counts = np.unique(keys_of_numbers(np.array(numbers)), return_counts=True)
-    blocks = [(keys[at : at + block], counts[at : at + block]) for at in range(0, len(keys), block)]
-    expected = {sorted(numbers)[len(numbers) * i // buckets] for i in range(1, buckets)} if numbers else set()
-    assert quantiles(blocks, len(numbers), buckets) == tuple(sorted(expected))

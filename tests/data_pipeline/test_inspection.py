@@ -17,7 +17,7 @@ from comera_rec.cli.data import inspect
 from data_pipeline.inspection import Entry, find_id, find_text, to_text
 from data_pipeline.manifest import Manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.schema import Column, LogSchema, read_schema
+from data_pipeline.schema import read_schema
 
 SCHEMA = """
 separator = ","
@@ -107,19 +107,3 @@ def test_table_of_columns(write_log: Callable[..., Path], tmp_path: Path) -> Non
     assert lines["C1"] == ["C1", "4", "5", "0.0%", f"{256 / len(values):.1%}", *["100.0%"] * 4, "1.00"]
     for table in text.split("\n\n")[1:]:
         assert len({len(line) for line in table.splitlines()}) == 1, "columns are aligned"
-
-
-def test_ids_of_ranges(tmp_path: Path) -> None:
-    age = Column(name="age", kind="float", transform="bucketize", boundaries=(0.1, 30.5, 1234567.25))
-    (tmp_path / "log").write_text("5\n")
-    options = PreprocessOptions(inputs=(tmp_path / "log",), output=tmp_path / "data", schema=LogSchema(columns=(age,)))
-    data = preprocess(options), options.output
-    assert [find_text(*data, "age", text).id for text in ("-1", "0.1", "30.5", "1e9")] == [1, 2, 3, 4]
-    assert [find_id(*data, "age", number).text for number in (1, 2, 4)] == [
-        "from ... to below 0.1",
-        "from 0.1 to below 30.5",
-        "from 1234567.25 to below ...",
-    ]
-    for text in ("old", "nan", "inf"):
-        with pytest.raises(ValueError, match=f"`text` is '{text}'; values of age are finite numbers"):
-            find_text(*data, "age", text)

@@ -90,14 +90,6 @@ def test_equals_reference_on_adversarial_rows(
         assert_equals_reference(output, rows, **options)
 
 
-@pytest.mark.parametrize("labeled", [True, False])
-@pytest.mark.parametrize("min_count", [1, 4])
-def test_equals_reference_on_many_rows(tmp_path: Path, write_log: WriteLog, labeled: bool, min_count: int) -> None:
-    rows = random_rows(2500, labeled=labeled)
-    preprocess(PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", min_count=min_count, part_bytes=100_000))
-    assert_equals_reference(tmp_path / "data", rows, min_count=min_count)
-
-
 def test_same_data_set_however_the_text_arrives(tmp_path: Path, write_log: WriteLog) -> None:
     """Plain, gzipped, in gzip members, repeated, by one or more threads: files are identical except for the logs' sizes."""
     rows = random_rows(600)

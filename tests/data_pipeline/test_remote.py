@@ -1,7 +1,8 @@
-"""Logs at URLs give the same data set as local files, and one line for whatever can't be read."""
+"""Logs and data sets at URLs are read as local ones are, with one line for whatever can't be read."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from random_logs import files_of, random_rows, to_text
 
+from comera_rec.data import ParquetBatches
+from data_pipeline.manifest import check_shards, read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.sources import by_number, expand
 
@@ -38,6 +41,38 @@ def test_same_data_set_as_from_disk(memory: Any, tmp_path: Path) -> None:
     for name, inputs in (("remote", urls), ("local", local)):
         preprocess(PreprocessOptions(inputs=inputs, output=tmp_path / name, part_bytes=10_000))
     assert files_of(tmp_path / "remote") == files_of(tmp_path / "local")
+
+
+def test_training_reads_a_data_set_at_a_url(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "log.tsv").write_bytes(to_text(ROWS))
+    local, url = tmp_path / "data", "memory://bucket/data"
+    preprocess(PreprocessOptions(inputs=(tmp_path / "log.tsv",), output=local, part_bytes=9000))
+    memory.put(str(local), "/bucket/data", recursive=True)
+    assert read_manifest(url) == read_manifest(local)
+    remote, others = (list(ParquetBatches(data, "train", batch_size=64, shuffle=True)) for data in (url, local))
+    assert len(remote) == 5
+    for one, other in zip(remote, others, strict=True):
+        assert one.dense.equal(other.dense)
+        assert one.labels.equal(other.labels)
+        assert one.sparse.values().equal(other.sparse.values())
+    shard = "/bucket/data/" + read_manifest(url).splits["train"].shards[0].path
+    memory.pipe_file(shard, memory.cat_file(shard)[:-1])
+    with pytest.raises(ValueError, match=r"memory://bucket/data/train/part-00000.parquet has \d+ bytes, but the manifest states"):
+        ParquetBatches(url, "train", batch_size=64)
+    memory.rm_file(shard)
+    with pytest.raises(ValueError, match=r"data/train/part-00000.parquet does not exist, but the manifest lists it"):
+        check_shards(read_manifest(url), url)
+    with pytest.raises(ValueError, match=r"memory:/bucket/data is a URL, which only training and evaluation read; copy"):
+        read_manifest(Path(url))
+    with pytest.raises(ValueError, match=r"memory://bucket/other is not a preprocessed data set"):
+        read_manifest("memory://bucket/other")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Access Denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "info", refuse)
+    with pytest.raises(ValueError, match=r"cannot read memory://bucket/data/manifest.json: .*; check its name and your credent"):
+        read_manifest(url)
 
 
 @pytest.mark.parametrize(

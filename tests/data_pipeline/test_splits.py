@@ -1,14 +1,12 @@
-"""Splits, logs other than Criteo's, lists and hashed ids: outputs equal those of a few lines of Python."""
+"""Splits equal those of a few lines of Python."""
 
 from __future__ import annotations
 
-import gzip
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,23 +14,12 @@ import pytest
 from random_logs import random_rows, read, to_text
 
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.reference import hash_text
-from data_pipeline.schema import read_schema
-from data_pipeline.splits import SplitKind, Splitting
+from data_pipeline.schema import Column, LogSchema, read_schema
+from data_pipeline.splits import Splitting
 from data_pipeline.transform import TransformOptions, transform
 from data_pipeline.verify import verify
 
 WriteLog = Callable[..., Path]
-SHOP = """
-separator = ","
-header = true
-[columns]
-id = "ignore"
-bought = "label"
-shop = "category"
-cents = "integer"
-tags = { kind = "list", separator = " " }
-"""
 
 
 def ids_of(values: list, min_count: int = 2) -> dict:
@@ -74,9 +61,6 @@ def test_by_random_draw(tmp_path: Path, write_log: WriteLog) -> None:
         pd.testing.assert_frame_equal(frames["a"][split], frames["b"][split])
         assert frames["a"][split]["label"].tolist() == [int(row[0]) for row in split_rows]
         assert frames["a"][split]["C1"].tolist() == [ids.get(int(row[14], 16), 0) if row[14] else 0 for row in split_rows]
-        low = min(int(rows[i][1]) for i in np.flatnonzero(drawn == 0) if rows[i][1])
-        expected = [np.log(max(int(row[1]), low) + 2 - low) if row[1] else 0 for row in split_rows]
-        np.testing.assert_allclose(frames["a"][split]["I1"], expected, rtol=1e-6)
 
 
 def test_draws_are_fair() -> None:
@@ -91,25 +75,12 @@ def test_draws_are_fair() -> None:
     np.testing.assert_allclose(uneven, [0.5, 0, 0.5], atol=0.01)
 
 
-@pytest.fixture
-def shop(tmp_path: Path) -> PreprocessOptions:
-    """300 orders as a gzipped CSV log with a header; the texts of categories and tags are words."""
-    draw = np.random.default_rng(0)
-    lines = ["id,bought,shop,cents,tags"]
-    for i in range(300):
-        tags = " ".join(draw.choice(["red", "blue", "größer", "x"], draw.integers(0, 4)))
-        lines.append(f"{i:x},{draw.integers(2)},{draw.choice(['', 'north', 'south', f'once {i}'])},{draw.integers(-3, 900)},{tags}")
-    log, schema = tmp_path / "orders.csv.gz", tmp_path / "shop.toml"
-    log.write_bytes(gzip.compress(("\r\n".join(lines) + "\r\n").encode()))
-    schema.write_text(SHOP)
-    return PreprocessOptions(inputs=(log,), output=tmp_path / "data", schema=read_schema(schema), part_bytes=1000)
-
-
-def test_a_header_that_the_schema_lacks_is_suspected(shop: PreprocessOptions) -> None:
-    assert shop.schema is not None
+def test_a_header_that_the_schema_lacks_is_suspected(tmp_path: Path) -> None:
+    (tmp_path / "orders.csv").write_text("bought,cents\n1,5\n")
+    schema = LogSchema(columns=(Column(name="bought", kind="label"), Column(name="cents", kind="integer")), separator=",")
     remedy = "if it holds column names, set header = true in the schema; fix the log, or raise `max_bad_rows`"
-    with pytest.raises(ValueError, match=f"orders.csv.gz:1: .*; {remedy}"):
-        preprocess(replace(shop, schema=replace(shop.schema, header=False)))
+    with pytest.raises(ValueError, match=f"orders.csv:1: .*; {remedy}"):
+        preprocess(PreprocessOptions(inputs=(tmp_path / "orders.csv",), output=tmp_path / "data", schema=schema))
 
 
 VISITS = """
@@ -117,34 +88,24 @@ separator = ","
 header = true
 [columns]
 click = "label"
-when = "{time}"
-who = "{user}"
+when = "time"
+who = "ignore"
 page = "category"
 """
 
 
 @pytest.fixture
-def visits(tmp_path: Path) -> Callable[..., PreprocessOptions]:
+def visits(tmp_path: Path) -> PreprocessOptions:
     """1000 visits of 40 users in random order of time, ten per day from 2026-01-01 on."""
     draw = np.random.default_rng(1)
     days = draw.permutation(np.repeat(np.datetime64("2026-01-01") + np.arange(100), 10))
     rows = [f"{draw.integers(2)},{day},u{draw.integers(40)},{number}" for number, day in enumerate(days)]
     (tmp_path / "visits.csv").write_text("\n".join(["click,when,who,page", *rows]) + "\n")
 
-    def options(split: SplitKind, **others: Any) -> PreprocessOptions:
-        kinds = {"time": "ignore", "user": "ignore"} | {split: split}
-        (tmp_path / "visits.toml").write_text(VISITS.format(**kinds))
-        return PreprocessOptions(
-            inputs=(tmp_path / "visits.csv",),
-            output=tmp_path / f"by {split}",
-            schema=read_schema(tmp_path / "visits.toml"),
-            split=split,
-            part_bytes=3000,
-            min_count=1,
-            **others,
-        )
-
-    return options
+    (tmp_path / "visits.toml").write_text(VISITS)
+    schema = read_schema(tmp_path / "visits.toml")
+    inputs, output = (tmp_path / "visits.csv",), tmp_path / "by time"
+    return PreprocessOptions(inputs=inputs, output=output, schema=schema, split="time", part_bytes=3000, min_count=1)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +121,9 @@ def visits(tmp_path: Path) -> Callable[..., PreprocessOptions]:
         ),
     ],
 )
-def test_by_time(visits: Callable[..., PreprocessOptions], others: dict[str, float], days: tuple[int, int]) -> None:
+def test_by_time(visits: PreprocessOptions, others: dict[str, float], days: tuple[int, int]) -> None:
     """Each day is in one split, earlier days in training; rows keep the log's order."""
-    options = visits("time", **others)
+    options = replace(visits, **others)
     manifest = preprocess(options)
     verify(manifest, options.output)
     frame = pd.read_csv(str(options.inputs[0]), parse_dates=["when"])
@@ -176,21 +137,8 @@ def test_by_time(visits: Callable[..., PreprocessOptions], others: dict[str, flo
         assert (manifest.options["val_from"], manifest.options["test_from"]) == tuple(start + 86400 * day for day in days)
 
 
-def test_by_user(visits: Callable[..., PreprocessOptions]) -> None:
-    options = visits("user", val_fraction=0.2, test_fraction=0.2, seed=4)
-    manifest = preprocess(options)
-    verify(manifest, options.output)
-    frame = pd.read_csv(str(options.inputs[0]))
-    users = np.array([hash_text(user.encode()) for user in frame["who"]], np.uint64)
-    drawn = options.splitting.drawn(0, users)
-    for number, split in enumerate(("train", "val", "test")):
-        assert manifest.splits[split].rows == (drawn == number).sum() > 0
-        assert read(options.output, split)["label"].tolist() == frame["click"][drawn == number].tolist()
-    assert pd.Series(drawn).groupby(frame["who"]).nunique().eq(1).all()
-
-
-def test_new_rows_are_split_at_the_same_times(visits: Callable[..., PreprocessOptions], tmp_path: Path) -> None:
-    options = visits("time")
+def test_new_rows_are_split_at_the_same_times(visits: PreprocessOptions, tmp_path: Path) -> None:
+    options = visits
     preprocess(options)
     (tmp_path / "today.csv").write_text("when,who,page\n2026-01-05,u,1\n2026-03-25T10:00,u,1\n2027-01-01T00:00:00.5Z,u,1\n")
     new = transform(TransformOptions(inputs=(tmp_path / "today.csv",), data=options.output, output=tmp_path / "new"))
@@ -198,18 +146,14 @@ def test_new_rows_are_split_at_the_same_times(visits: Callable[..., PreprocessOp
     (tmp_path / "today.csv").write_text("who,page\nu,1\n")
     with pytest.raises(ValueError, match="`split` time needs a column of kind time; name one in `schema`"):
         transform(TransformOptions(inputs=(tmp_path / "today.csv",), data=options.output, output=tmp_path / "other"))
-    with pytest.raises(ValueError, match="`split` user needs a column of kind user; name one in `schema`"):
-        preprocess(replace(options, split="user", output=tmp_path / "other"))
     for cell, shown in ((b"", ""), (b"2026-02-30", "2026-02-30"), (b"2026-02-03T24:01", "2026-02-03T24:01"), (b"\xff", r"\\xff")):
         (tmp_path / "visits.csv").write_bytes(b"click,when,who,page\n1,2026-02-28,u,1\n1,%b,u,1\n" % cell)
         with pytest.raises(ValueError, match=rf"visits.csv:3: when '{shown}' is not a time"):
             preprocess(replace(options, output=tmp_path / "other"))
 
 
-def test_times_and_users_are_read_only_where_rows_are_split_by_them(
-    visits: Callable[..., PreprocessOptions], tmp_path: Path
-) -> None:
-    options = visits("time")
+def test_times_are_read_only_where_rows_are_split_by_them(visits: PreprocessOptions, tmp_path: Path) -> None:
+    options = visits
     (tmp_path / "visits.csv").write_text("click,when,who,page\n1,11/7/2017 9:30,u,1\n" + "0,,u,1\n" * 9)
     with pytest.raises(ValueError, match="when '11/7/2017 9:30' is not a time in ISO 8601"):
         preprocess(options)

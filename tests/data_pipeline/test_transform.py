@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from random_logs import files_of, random_rows, read, to_text
+from random_logs import files_of, random_rows, read
 
 from data_pipeline.manifest import Manifest, file_sha256, read_manifest
 from data_pipeline.options import PreprocessOptions
@@ -20,14 +20,6 @@ from data_pipeline.verify import verify
 
 WriteLog = Callable[..., Path]
 ROWS = random_rows(300)
-SCHEMA = """
-separator = ","
-[columns]
-{columns}
-shop = "category"
-cents = "integer"
-tags = {{ kind = "list", separator = " " }}
-"""
 
 
 @pytest.fixture
@@ -93,63 +85,26 @@ def test_from_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
     pd.testing.assert_frame_equal(read(data.parent / "second", "val"), read(data, "train").iloc[:100])
 
 
-def test_hashed_and_lists_by_schema(tmp_path: Path, write_log: WriteLog) -> None:
-    """The schema is kept in the manifest; for a log without labels, another schema names its columns."""
-    (tmp_path / "shop.toml").write_text(SCHEMA.format(columns='click = "label"'))
-    (tmp_path / "new.toml").write_text(SCHEMA.format(columns='visitor = "ignore"'))
-    lines = ["1,a,5,x y", "0,b,,y", "0,a,7,", "1,a,5,x x x"] * 5
-    log, new = write_log("\n".join(lines).encode(), "shop.csv"), write_log("\n".join(lines).encode(), "new.csv")
-    for number, buckets in enumerate((None, 50)):
-        options = PreprocessOptions(
-            inputs=(log,), output=tmp_path / f"data{number}", schema=read_schema(tmp_path / "shop.toml"), hash_buckets=buckets
-        )
-        preprocess(options)
-        again = TransformOptions(inputs=(log,), data=options.output, output=tmp_path / f"again{number}")
-        checked(again)
-        unlabeled = replace(again, inputs=(new,), schema=read_schema(tmp_path / "new.toml"), output=tmp_path / f"new{number}")
-        checked(unlabeled)
-        for split in ("train", "val", "test"):
-            pd.testing.assert_frame_equal(read(again.output, split), read(options.output, split))
-            pd.testing.assert_frame_equal(read(unlabeled.output, split), read(options.output, split).drop(columns="label"))
+def test_hashed_by_the_option_for_all_columns(tmp_path: Path, write_log: WriteLog) -> None:
+    preprocess(PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data", hash_buckets=50))
+    manifest = checked(to_options(tmp_path / "data", write_log(ROWS, "again.tsv")))
+    assert {(column.num_embeddings, column.vocabulary, column.distinct) for column in manifest.categorical_columns} == {
+        (50, None, None)
+    }
+    pd.testing.assert_frame_equal(read(tmp_path / "new"), read(tmp_path / "data"))
 
 
-def test_resumed(data: Path, write_log: WriteLog) -> None:
-    """Stopped by a malformed line in the last part, it resumes after the finished parts and writes the same bytes."""
-    log = write_log(to_text(ROWS) + b"bad\n", "new.tsv")
-    options, messages = to_options(data, log, part_bytes=9_000), list[str]()
-    with pytest.raises(ValueError, match=r"new\.tsv:301: 1 columns where 40 are expected; fix the log"):
-        transform(options)
-    assert not options.output.exists()
-    allowed = replace(options, max_bad_rows=1)
-    transform(allowed, messages.append)
-    assert "resuming an interrupted run" in messages[0]
-    whole = replace(allowed, output=data.parent / "whole")
-    transform(whole)
-    assert files_of(options.output) == files_of(whole.output)
-
-
-def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
+def test_refused(data: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS[:3], "new.tsv")
-    with pytest.raises(ValueError, match=r"`output` .*data and `data` .*data overlap; choose another `output`"):
-        TransformOptions(inputs=(log,), data=data, output=data)
     with pytest.raises(ValueError, match="`split` is 'all'; choose one of source, train, val, test"):
         to_options(data, log, split="all")
-    with pytest.raises(ValueError, match="is not a preprocessed data set"):
-        transform(to_options(tmp_path, log))
     short = write_log(b"1\t2\n", "short.tsv")
-    with pytest.raises(ValueError, match=r"short\.tsv:1: 2 columns; Criteo logs have 40"):
-        transform(to_options(data, short))
     criteo = criteo_schema(labeled=True)
     renamed = replace(criteo, columns=(criteo.columns[0], replace(criteo.columns[1], name="J1"), *criteo.columns[2:]))
     with pytest.raises(ValueError, match=r"other columns than the logs of .*data: J1 \(integer\) where I1 \(integer\) is expected"):
         transform(to_options(data, log, schema=renamed))
     with pytest.raises(ValueError, match="holds no well-formed lines; give logs with rows to encode"):
         transform(to_options(data, short, schema=criteo, max_bad_rows=5))
-    manifest = (data / "manifest.json").read_text()
-    (data / "manifest.json").write_text(manifest.replace('"log": {', '"log": null, "was": {'))
-    with pytest.raises(ValueError, match="was written by an earlier version, without the tables that encode new rows; run `c"):
-        transform(to_options(data, log))
-    (data / "manifest.json").write_text(manifest)
     (data / "vocabulary" / "C7.table").unlink()
     with pytest.raises(ValueError, match=r"C7\.table does not exist, but the manifest lists it"):
         transform(to_options(data, log))

@@ -1,4 +1,4 @@
-"""`verify` finds every kind of damage, and torchrec reads what `to-npy` writes."""
+"""`verify` finds every kind of damage."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from random_logs import random_rows
-from torchrec.datasets.criteo import BinaryCriteoUtils
 
 from data_pipeline.manifest import CategoricalColumn, Manifest, describe_file
-from data_pipeline.npy import export_npy
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.verify import verify
@@ -175,25 +172,7 @@ def test_missing_vocabulary(data: tuple[Manifest, Path]) -> None:
         verify(without, folder)
 
 
-def test_torchrec_reads_npy(data: tuple[Manifest, Path], tmp_path: Path) -> None:
-    manifest, folder = data
-    export_npy(manifest, folder, tmp_path / "npy")
-    for split, split_entry in manifest.splits.items():
-        expected = pd.concat([pd.read_parquet(folder / shard.path) for shard in split_entry.shards])
-        columns = {"dense": [f"I{i}" for i in range(1, 14)], "sparse": [f"C{i}" for i in range(1, 27)], "labels": ["label"]}
-        for part, names in columns.items():
-            path = str(tmp_path / "npy" / f"{split}_{part}.npy")
-            assert BinaryCriteoUtils.get_shape_from_npy(path) == (split_entry.rows, len(names))
-            read = BinaryCriteoUtils.load_npy_range(path, 0, split_entry.rows)
-            assert read.dtype == (np.float32 if part == "dense" else np.int32)
-            np.testing.assert_array_equal(read, expected[names].to_numpy())
-    with pytest.raises(ValueError, match="already holds a finished result; add `overwrite`"):
-        export_npy(manifest, folder, tmp_path / "npy")
-    with pytest.raises(ValueError, match="has no labels; torchrec's files hold exactly one"):
-        export_npy(replace(manifest, label=None), folder, tmp_path / "other")
-
-
-def test_sums_and_arrays_of_weights_and_labels(tmp_path: Path) -> None:
+def test_sums_of_weights_and_labels(tmp_path: Path) -> None:
     columns = tuple(
         Column(name=name, kind=kind)  # type: ignore[arg-type]
         for name, kind in {"click": "label", "buy": "label", "w": "weight", "c": "hex"}.items()
@@ -210,10 +189,3 @@ def test_sums_and_arrays_of_weights_and_labels(tmp_path: Path) -> None:
     buy = replace(manifest.other_labels[0], split_means=manifest.other_labels[0].split_means | {"val": 0.9})
     with pytest.raises(ValueError, match=r"val holds .* labels of 1, but the mean of buy is stated as 0\.9"):
         verify(replace(manifest, other_labels=(buy,)), options.output)
-    with pytest.raises(ValueError, match=r"has the labels click, buy; torchrec's files hold exactly one"):
-        export_npy(manifest, options.output, tmp_path / "npy")
-    one_label = LogSchema(columns=(columns[0], replace(columns[1], kind="ignore"), *columns[2:]), separator=",")
-    one = replace(options, output=tmp_path / "one", schema=one_label)
-    export_npy(preprocess(one), one.output, tmp_path / "npy")
-    np.testing.assert_array_equal(np.load(tmp_path / "npy/test_weights.npy"), [[0.5], [2]] * 2)
-    assert np.load(tmp_path / "npy/test_dense.npy").shape == (4, 0)

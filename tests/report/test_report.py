@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from comera_rec.report.charts import size_against_ne
 from comera_rec.report.page import summary_table, write_report, write_summary
 from comera_rec.report.runs import read_runs, short_name
 
@@ -144,14 +143,6 @@ def test_page(dense: Path, compressed: Path, running: Path, tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
 
 
-def test_colors_are_those_of_the_theme(dense: Path, compressed: Path, tmp_path: Path) -> None:
-    write_report([dense, compressed], tmp_path / "report.html")
-    drawings = "".join(re.findall(r"<svg.*?</svg>", (tmp_path / "report.html").read_text(), flags=re.DOTALL))
-    assert set(re.findall(r"(?:fill|stroke): ([^;\"]+)", drawings)) <= {
-        "none", "var(--ink)", "var(--muted)", "var(--line)", "var(--series-0)", "var(--series-1)",
-    }  # fmt: skip
-
-
 def test_one_run_alone(running: Path, compressed: Path, tmp_path: Path) -> None:
     for run in (running, compressed):
         write_report([run], tmp_path / "report.html")
@@ -228,15 +219,6 @@ def test_damaged_files(compressed: Path) -> None:
     (compressed / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match=r"result.json is damaged .*; train the run again"):
         read_runs([compressed])
-
-
-def test_the_pareto_front_omits_runs_that_another_run_beats() -> None:
-    points = [(1, "small", 1e3, 0.9), (2, "beaten", 5e3, 0.95), (3, "good", 1e4, 0.85), (0, "dense", 1e6, 0.8)]
-    drawings = [size_against_ne(chosen) for chosen in (points, [p for p in points if p[1] != "beaten"])]
-    assert all(name in drawings[0] for name in ("small", "beaten", "good", "dense"))
-    fronts = [re.findall(r'<path d="([^"]*)"[^>]*stroke-dasharray', drawing)[-1].count("L") for drawing in drawings]
-    assert fronts == [4, 4], "two steps, each across and down, between three runs"
-    assert size_against_ne(points[:1]) == ""
 
 
 def test_names_are_not_parsed_as_formulas(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from comera_rec.cli.main import main
-from comera_rec.training import evaluation
-from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint
+from comera_rec.training.checkpoint import checkpoint_at
 from comera_rec.training.config import OptimizerConfig, load_config
 from comera_rec.training.evaluation import BestSoFar, evaluate
 from comera_rec.training.runs import load_run, open_run
@@ -161,13 +160,3 @@ def test_best_so_far() -> None:
     best = BestSoFar()
     assert [best.observe(step, ne) for step, ne in ((1, 0.9), (2, 0.9), (3, 0.8), (4, 0.85))] == [True, False, True, False]
     assert best == BestSoFar(step=3, ne=0.8, since=1)
-
-
-def test_large_splits_are_evaluated_in_bins(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(load_config(config_file))
-    exact = evaluate(trainer.model, trainer._batches("test", shuffle=False), trainer.device)
-    monkeypatch.setattr(evaluation, "EXACT_ROWS", 399)
-    binned = evaluate(trainer.model, trainer._batches("test", shuffle=False), trainer.device)
-    assert abs(binned["auc"] - exact["auc"]) <= binned["auc_error"] < 1e-3
-    assert binned["ne"] == pytest.approx(exact["ne"], rel=1e-6)
-    assert latest_checkpoint(trainer.checkpoints) is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comera_rec.testing import run as run_processes
-from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics
+from comera_rec.training.metrics import BinaryMetrics
 
 
 def metrics_of(logits: list[float] | Tensor, labels: list[int] | Tensor) -> dict[str, float | int]:
@@ -85,53 +85,20 @@ def test_undefined() -> None:
         BinaryMetrics().update(torch.zeros(2, 1), torch.zeros(3))
 
 
-@pytest.mark.parametrize(("center", "spread"), [(0.0, 1.0), (-9.0, 2.0), (0.0, 30.0)])
-def test_errors_of_binned_metrics_are_within_their_bounds(center: float, spread: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = center + spread * torch.randn(20_000, generator=generator)
-    labels = (torch.rand(20_000, generator=generator) < logits.sigmoid()).float()
-    labels[0], labels[1] = 0, 1
-    binned = BinnedMetrics()
-    for part, of_part in zip(logits.split(3000), labels.split(3000), strict=True):
-        binned.update(part, of_part)
-    approximate, exact = binned.compute(), metrics_of(logits, labels)
-    error = approximate.pop("auc_error")
-    assert abs(approximate.pop("auc") - exact.pop("auc")) <= error + 1e-12
-    assert error < (1e-4 if spread < 30 else 0.05)
-    assert approximate == pytest.approx(exact, rel=1e-12)
-
-
-def test_binned_metrics_handle_ties_and_undefined_values() -> None:
-    binned = BinnedMetrics()
-    with pytest.raises(ValueError, match="no rows to evaluate"):
-        binned.compute()
-    binned.update(torch.tensor([0.5, 0.5, 99.0]), torch.tensor([0, 1, 1]))
-    assert binned.compute()["auc"] == 0.75
-    assert binned.compute()["auc_error"] == 0.25
-    binned.update(torch.tensor([math.nan, math.inf]), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="2 of 5 logits are not finite"):
-        binned.compute()
-
-
 def example() -> tuple[Tensor, Tensor]:
     return torch.linspace(-1, 1, 10).sin(), torch.arange(10) % 3 == 1
 
 
-def compute(rank: int) -> list[dict[str, float | int]]:
-    computed = []
-    for metrics in (BinaryMetrics(), BinnedMetrics()):
-        metrics.update(*(part[:3] if rank == 0 else part[3:] for part in example()))
-        computed.append(metrics.compute())
-    return computed
+def compute(rank: int) -> dict[str, float | int]:
+    metrics = BinaryMetrics()
+    metrics.update(*(part[:3] if rank == 0 else part[3:] for part in example()))
+    return metrics.compute()
 
 
 @pytest.mark.distributed
 def test_processes_with_unequal_rows_get_the_metrics_of_all_rows() -> None:
-    binned = BinnedMetrics()
-    binned.update(*example())
-    for exact, of_bins in run_processes(2, compute):
-        assert exact == pytest.approx(metrics_of(*example()), rel=1e-12)
-        assert of_bins == pytest.approx(binned.compute(), rel=1e-12)
+    for computed in run_processes(2, compute):
+        assert computed == pytest.approx(metrics_of(*example()), rel=1e-12)
 
 
 def test_rows_stay_in_few_tensors() -> None:

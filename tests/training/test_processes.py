@@ -16,7 +16,7 @@ import torch
 from comera_rec.cli.main import main
 from comera_rec.distributed import WORLD
 from comera_rec.testing import run as run_processes
-from comera_rec.training import checkpoint, evaluation
+from comera_rec.training import checkpoint
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import evaluate
@@ -127,7 +127,6 @@ def test_two_processes_resume_what_one_process_compressed(config_file: Path, tmp
     assert result["steps"] == 12
 
 
-BINNED = 100  # rows of a split above which AUC is binned
 CONTROLS = {
     "clipping and weight decay": [
         "training.clip_grad_norm=0.1", "optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1",
@@ -140,27 +139,20 @@ CONTROLS = {
 }  # fmt: skip
 
 
-def train_with_binned_metrics(rank: int, config_file: Path, *runs: list[str]) -> list[dict[str, Any]]:
-    evaluation.EXACT_ROWS = BINNED
-    return train(rank, config_file, *runs)
-
-
-def test_controls_on_two_processes_equal_those_on_one(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controls_on_two_processes_equal_those_on_one(config_file: Path, tmp_path: Path) -> None:
     def runs(processes: str) -> list[list[str]]:
         return [[*SAME, *overrides, f"output={tmp_path / name / processes}"] for name, overrides in CONTROLS.items()]
 
-    monkeypatch.setattr(evaluation, "EXACT_ROWS", BINNED)
-    on_one = train_with_binned_metrics(0, config_file, *runs("one"))
+    on_one = train(0, config_file, *runs("one"))
     for overrides in runs("two"):
         Trainer(load_config(config_file, overrides)).save()  # dense tables that TorchRec builds would start with other values
-    on_two, _ = run_processes(2, train_with_binned_metrics, config_file, *runs("two"))
+    on_two, _ = run_processes(2, train, config_file, *runs("two"))
     for name, one, two in zip(CONTROLS, on_one, on_two, strict=True):
         folders = [tmp_path / name / processes for processes in ("one", "two")]
         assert losses(folders[1]) == pytest.approx(losses(folders[0]), rel=1e-5), name
         for key, tolerance in (("ne", 1e-5), ("auc", 1e-4)):  # AUC counts pairs of rows, one of which may swap
             measured = [[line[key] for line in lines(folder, "eval")] for folder in folders]
             assert measured[1] == pytest.approx(measured[0], rel=tolerance), (name, key)
-        assert "auc_error" in one, "metrics were binned"
         assert [two[key] for key in ("steps", "best_step", "rows")] == [one[key] for key in ("steps", "best_step", "rows")], name
         assert_close(tensors(folders[1], one["steps"]), tensors(folders[0], one["steps"]), 1e-5)
     assert on_one[-1]["best_step"] < on_one[-1]["steps"] < 24

@@ -1,0 +1,248 @@
+"""A function of encoded rows, applied to a whole log or split of a data set; its columns are written to one Parquet file.
+
+    options = ApplyOptions(inputs=(Path("today.gz"),), data=Path("data/"), output=Path("scores.parquet"))
+    apply(function, options, identity={"model": ...}, preload=__name__)
+
+The work is done in parts, to bound memory and let a killed run resume: those of `data_pipeline.parts`, or a split's row groups. The
+columns of the file: `line` of the log from 1, or `row` of the split from 0; those of the function; labels, if there are any.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from data_pipeline.atomic import refuse_overlap, replacing
+from data_pipeline.count_pass import pass_over
+from data_pipeline.encoder import Flat, flatten, open_encoder, schema_of_new_logs
+from data_pipeline.errors import UserError
+from data_pipeline.job import Job, part_name
+from data_pipeline.manifest import Manifest, check_shards, read_manifest
+from data_pipeline.options import PassOptions
+from data_pipeline.parse import PartRecord
+from data_pipeline.parts import Part, count_parts
+from data_pipeline.pool import on_executor, open_job
+from data_pipeline.shards import Encoder
+from data_pipeline.splits import Splitting
+from data_pipeline.work import Tell, WorkFolder, work_folder
+
+BATCH_ROWS = 512  # few enough to fit the caches, enough to amortize a call
+PART_BYTES = 16 << 20
+Function = Callable[[Iterable[Flat]], Mapping[str, np.ndarray]]
+"""Takes batches of consecutive rows, and returns columns with one element for each; it is called without batches to load first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyOptions(PassOptions):
+    """Options of `apply`.
+
+    Args:
+        inputs: a log, or the folder of a data set.
+        data: folder of the data set whose vocabularies encode a log.
+        split: the split of a data set.
+        part_bytes: bytes of a part of a log.
+    """
+
+    data: Path | None = None
+    split: str = "test"
+    part_bytes: int = PART_BYTES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_overlap(self.output, "input", self.inputs, within=True)
+        refuse_overlap(self.output, "data", [self.data] if self.data else [], within=True)
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the input if it is a data set."""
+        first = self.inputs[0]
+        return first if isinstance(first, Path) and first.is_dir() else None
+
+
+@dataclass(kw_only=True)
+class AppliedPart(PartRecord):
+    """Record of a part whose columns are on disk, with the seconds of the worker."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """Rows written, and rows per second of all workers together, without the time to load the function."""
+
+    rows: int
+    rows_per_second: float
+
+
+def apply(
+    function: Function, options: ApplyOptions, *, identity: dict[str, Any], preload: str, tell: Tell = lambda line: None
+) -> Applied:
+    """Write the function's columns for a log or a split; after an interruption, the same call resumes.
+
+    Args:
+        identity: what determines the function's results, as JSON values.
+        preload: name of a module that worker processes inherit, because importing it takes seconds.
+
+    Raises:
+        ValueError: the input is invalid, or doesn't fit the data set.
+        OSError: the output can't be written.
+    """
+    run = _apply_to_split if options.folder else _apply_to_log
+    records, workers = run(function, options, identity, preload, tell)
+    rows, seconds = sum(record.rows for record in records), sum(record.seconds for record in records)
+    return Applied(rows=rows, rows_per_second=rows * workers / max(seconds, 1e-9))
+
+
+def _apply_to_log(
+    function: Function, options: ApplyOptions, identity: dict[str, Any], preload: str, tell: Tell
+) -> tuple[list[AppliedPart], int]:
+    assert options.data, "the caller names the vocabularies of a log"
+    manifest = read_manifest(options.data)
+    schema = Splitting().schema_used(schema_of_new_logs(manifest, options.data, options.inputs[0]))
+    encoder = open_encoder(manifest.integer_columns, manifest.categorical_columns, options.data, schema)
+    identity = identity | {"data": str(options.data), "part_bytes": options.part_bytes}
+    workers = min(options.threads, count_parts(options.inputs[0], options.part_bytes) or 1)
+    with (
+        _executor(workers, preload) as executor,
+        open_job(options, schema, Splitting(), files=None, identity=identity, tell=tell, on=partial(on_executor, executor)) as (
+            job,
+            schedule,
+        ),
+    ):
+        work = partial(_apply_to_part, function, encoder)
+        (records,) = pass_over(job, schedule, work, AppliedPart, folder="shards", description="scoring")
+        _join(job.work, [*records.values()], options.output, "line", job.first_line(0))
+    return [*records.values()], workers
+
+
+def _apply_to_part(function: Function, encoder: Encoder, job: Job, part: Part) -> AppliedPart:
+    starts, labels = [np.empty(0, np.int64)], [np.empty((len(job.schema.labels), 0), np.int8)]
+    record = PartRecord(last=part.last)
+
+    def batches() -> Iterator[Flat]:
+        for parsed in job.blocks(part):
+            starts.append(parsed.starts)
+            labels.append(parsed.labels)
+            record.add(parsed)
+            yield from (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS))
+
+    columns, seconds = _timed(function, batches())
+    line = np.concatenate(starts) - part.start
+    if isinstance(part.content, bytearray):
+        newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
+        line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
+    by_label = dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))
+    _save(job.work, part_name(part.log, part.number), {"line": line, **columns, **by_label})
+    return AppliedPart(**vars(record), seconds=seconds)
+
+
+def _apply_to_split(
+    function: Function, options: ApplyOptions, identity: dict[str, Any], preload: str, tell: Tell
+) -> tuple[list[AppliedPart], int]:
+    folder = options.folder
+    assert folder, "the input is a data set"
+    manifest = read_manifest(folder)
+    if options.split not in manifest.splits:
+        raise UserError(f"`split` is {options.split!r}; choose one of {', '.join(manifest.splits)}")
+    shards = manifest.splits[options.split].shards
+    if not shards:
+        raise UserError(f"split {options.split} of {folder} is empty; choose another `split`")
+    check_shards(manifest, folder)
+    paths = [folder / shard.path for shard in shards]
+    groups = [(path, group) for path in paths for group in range(pq.read_metadata(path).num_row_groups)]
+    identity = identity | {"input": [shard.sha256 for shard in shards], "split": options.split}
+    workers, records = min(options.threads, len(groups)), list[AppliedPart]()
+    with (
+        work_folder(options.output, identity=identity, files=None, overwrite=options.overwrite, tell=tell) as work,
+        _executor(workers, preload) as executor,
+        tqdm(desc="scoring", total=manifest.splits[options.split].rows, unit="row", unit_scale=True, disable=None) as bar,
+    ):
+        for record in executor.map(partial(_apply_to_group, function, work, manifest), *zip(*enumerate(groups), strict=True)):
+            records.append(record)
+            bar.update(record.rows)
+        _join(work, records, options.output, "row", 0)
+    return records, workers
+
+
+def _apply_to_group(function: Function, work: WorkFolder, manifest: Manifest, number: int, where: tuple[Path, int]) -> AppliedPart:
+    """Process a row group of a shard."""
+    name, (path, group) = part_name(0, number), where
+    record = work.load(f"shards/{name}", AppliedPart)
+    if record:
+        return record
+    with pq.ParquetFile(path, memory_map=True) as file:
+        table = file.read_row_group(group, use_threads=False)
+    rows = len(table)
+    batches = (flat_rows(table.slice(start, BATCH_ROWS), manifest) for start in range(0, rows, BATCH_ROWS))
+    columns, seconds = _timed(function, batches)
+    by_label = {label.name: table.column(label.name).to_numpy() for label in manifest.labels}
+    _save(work, name, {"row": np.arange(rows), **columns, **by_label})
+    record = AppliedPart(lines=rows, rows=rows, last=False, seconds=seconds)
+    work.save(f"shards/{name}", record)
+    return record
+
+
+def _timed(function: Function, batches: Iterable[Flat]) -> tuple[Mapping[str, np.ndarray], float]:
+    function(())
+    start = time.perf_counter()
+    columns = function(batches)
+    return columns, time.perf_counter() - start
+
+
+@contextmanager
+def _executor(workers: int, preload: str) -> Iterator[Executor]:
+    """Start workers: processes, because compiled models hold Python's lock, or a thread where one worker is enough."""
+    if workers <= 1:
+        executor: Executor = ThreadPoolExecutor(1)
+    else:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([preload])
+        executor = ProcessPoolExecutor(workers, context)
+    with executor:
+        yield executor
+
+
+def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:
+    """Convert rows of a shard to a model's inputs."""
+    dense = np.empty((len(rows), len(manifest.integer_columns)), np.float32)
+    for number, integer_column in enumerate(manifest.integer_columns):
+        dense[:, number] = rows.column(integer_column.name).to_numpy()
+    values, lengths = [np.empty(0, np.int64)], np.ones((len(manifest.categorical_columns), len(rows)), np.int32)
+    for column_lengths, column in zip(lengths, manifest.categorical_columns, strict=True):
+        ids = rows.column(column.name).combine_chunks()
+        if column.is_list:
+            column_lengths[:] = np.diff(ids.offsets.to_numpy())
+            ids = ids.flatten()
+        values.append(ids.to_numpy())
+    return Flat(dense, np.concatenate(values, dtype=np.int64), lengths.ravel())
+
+
+def _save(work: WorkFolder, name: str, columns: Mapping[str, np.ndarray]) -> None:
+    with replacing(work.data / f"{name}.parquet") as beside:
+        pq.write_table(pa.table(dict(columns)), beside)
+
+
+def _join(work: WorkFolder, records: list[AppliedPart], output: Path, counter: str, first: int) -> None:
+    """Join all parts in one file, and number their lines or rows from `first` on."""
+    before, writer = first, None
+    with replacing(work.data / output.name) as beside:
+        for number, record in enumerate(records):
+            table = pq.read_table(work.data / f"{part_name(0, number)}.parquet")
+            table = table.set_column(0, counter, pa.array(table.column(0).to_numpy() + before))
+            before += record.lines
+            writer = writer or pq.ParquetWriter(beside, table.schema)
+            writer.write_table(table)
+        assert writer is not None, "a log has a part, and a split shards"
+        writer.close()
