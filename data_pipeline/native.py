@@ -55,7 +55,7 @@ class Matrix(ctypes.Structure):
 class IdSourceStruct(ctypes.Structure):
     """`IdSource` of encode.cpp."""
 
-    _fields_ = (("pairs", Array), ("bounds", Array), ("room", _int), ("buckets", _int))
+    _fields_ = (("pairs", Array), ("room", _int), ("buckets", _int))
 
     @staticmethod
     def array(columns: Sequence[IdSourceStruct]) -> Array:

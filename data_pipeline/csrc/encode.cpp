@@ -71,12 +71,11 @@ void release(Array<T> file) {
   if (file.size) madvise(const_cast<std::remove_const_t<T>*>(file.data), file.size * sizeof(T), MADV_DONTNEED);
 }
 
-// A column's id source: ranges between ascending `bounds` if there are any, else hashes into `buckets` if that isn't 0, else a
-// table's pairs, of which at most `room` bytes may be in memory if that isn't 0.
+// A column's id source: hashes into `buckets` if that isn't 0, else a table's pairs, of which at most `room` bytes may be in memory if
+// that isn't 0.
 template <class Key>
 struct IdSource {
   Array<Key> pairs;
-  Array<const Key> bounds;
   int64_t room;
   int64_t buckets;
 };
@@ -130,27 +129,13 @@ int64_t hash(int64_t buckets, Array<const Key> keys, Array<const bool> missing, 
   return zeros;
 }
 
-// Fills ids 1 + how many bounds are at most the key, 0 where a key is missing, and returns how many are 0.
-template <class Key>
-int64_t bucketize(Array<const Key> bounds, Array<const Key> keys, Array<const bool> missing, Array<int32_t> ids) {
-  const Key* const end = bounds.data + bounds.size;
-  int64_t zeros = 0;
-  for (int64_t i = 0; i < keys.size; ++i) {
-    ids[i] = missing[i] ? 0 : static_cast<int32_t>(std::upper_bound(bounds.data, end, keys[i]) - bounds.data + 1);
-    zeros += ids[i] == 0;
-  }
-  return zeros;
-}
-
 template <class Key>
 int64_t encode_keys(
     Array<const IdSource<Key>> id_sources, Matrix<const Key> keys, Matrix<const bool> missing, Matrix<int32_t> ids, Array<int64_t> zeros) {
   if (!keys.is_like(missing) || !keys.is_like(ids) || id_sources.size != keys.columns || zeros.size != keys.columns) return kWrongSizes;
   for (int64_t c = 0; c < keys.columns; ++c) {
     const IdSource<Key>& column = id_sources[c];
-    zeros[c] = column.bounds.size ? bucketize(column.bounds, keys[c], missing[c], ids[c])
-               : column.buckets   ? hash(column.buckets, keys[c], missing[c], ids[c])
-                                  : look_up(column, keys[c], missing[c], ids[c]);
+    zeros[c] = column.buckets ? hash(column.buckets, keys[c], missing[c], ids[c]) : look_up(column, keys[c], missing[c], ids[c]);
   }
   return 0;
 }
