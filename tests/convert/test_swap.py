@@ -256,9 +256,10 @@ def swapped_already() -> nn.Module:
     ids=["no collection", "tables below min_rows", "shared tables", "filtered", "swapped"],
 )  # fmt: skip
 def test_nothing_matched_is_an_error(make: Callable[[], nn.Module], arguments: dict[str, Any], message: str) -> None:
-    filter_fn = arguments.pop("filter_fn", None)
+    settings = {"min_rows": 100, **arguments}
+    filter_fn = settings.pop("filter_fn", None)
     with pytest.raises(ValueError, match=f"no table was compressed{message}"):
-        compress_(make(), tables=TableCompression(**{"min_rows": 100, **arguments}), filter_fn=filter_fn)
+        compress_(make(), tables=TableCompression(**settings), filter_fn=filter_fn)
 
 
 def test_a_table_that_is_registered_elsewhere_stays_dense(caplog: pytest.LogCaptureFixture) -> None:
