@@ -41,6 +41,7 @@ from comera_rec.ops import tt_bags
 from data_pipeline.planted_columns import CATEGORY_SPECS
 
 try:
+    import torchrec.optim
     from torchrec import KeyedJaggedTensor
 except ImportError:  # the GPU suite also runs without it
     KeyedJaggedTensor = None
@@ -299,12 +300,8 @@ class LookupWorkload:
 
     def _updated(self, name: str, is_graph: bool) -> TorchProvider:
         module = copy.deepcopy(self.tt_tables)
-        if name == "Adagrad":
-            optimizer = torch.optim.Adagrad(module.parameters(), lr=LR, eps=EPS)
-        else:
-            from torchrec.optim import RowWiseAdagrad
-
-            optimizer = RowWiseAdagrad(module.parameters(), lr=LR, eps=EPS)
+        kind = torch.optim.Adagrad if name == "Adagrad" else torchrec.optim.RowWiseAdagrad
+        optimizer = kind(module.parameters(), lr=LR, eps=EPS)
         provider = GraphProvider if is_graph else UpdatedProvider
         return provider(module, self._inputs, self.upstream, optimizer=optimizer, prefix="bags.")
 
@@ -361,12 +358,8 @@ class GraphProvider(UpdatedProvider):
 
     def __init__(self, module: nn.Module, batches: Any, upstream: Tensor, **options: Any) -> None:
         super().__init__(module, batches, upstream, **options)
-        self._input, before, stream = (
-            [tuple(tensor.clone() for tensor in batches[0])],
-            copy.deepcopy(module.state_dict()),
-            torch.cuda.Stream(),
-        )
-        self._batches = self._input
+        self._input = self._batches = [tuple(tensor.clone() for tensor in batches[0])]
+        before, stream = copy.deepcopy(module.state_dict()), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):

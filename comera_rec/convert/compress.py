@@ -115,8 +115,10 @@ def compress_(
         raise UserError(f"init is {init!r}: choose one of {', '.join(map(repr, _INITS))}")
     if importance is not None and (init == "random" or tables is None):
         raise UserError("importance is given: it needs tables and init='tt_svd'")
-    if row_order is not None and (tables is None or (isinstance(row_order, str) and (row_order, init) != ("similarity", "tt_svd"))):
-        raise UserError(f"row_order is {row_order!r}: it needs tables; give orders by table, or 'similarity' with init='tt_svd'")
+    if row_order is not None and tables is None:
+        raise UserError("row_order is given: it needs tables")
+    if isinstance(row_order, str) and (row_order, init) != ("similarity", "tt_svd"):
+        raise UserError(f"row_order is {row_order!r}: give orders by table, or 'similarity' with init='tt_svd'")
     replacements: dict[nn.Module, nn.Module] = {}
     if tables is not None:
         tt_tables, reasons = _compressed_tables(model, tables, filter_fn, init, importance, row_order)

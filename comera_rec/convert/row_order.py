@@ -5,7 +5,6 @@ M rows, N columns.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,5 +28,5 @@ def similar_rows(weight: Tensor, importance: Tensor | None = None) -> Tensor:
     axes = torch.linalg.eigh(rows.mT @ (importance[:, None] * rows))[1].flip(1)[:, :_COORDINATES]
     coordinates = (rows @ axes)[frequent]
     vectors = torch.cat([coordinates, coordinates.new_zeros(len(rows), 1)], dim=1)
-    order = torch.from_numpy(np.ascontiguousarray(similarity_order(vectors.numpy(force=True))))
+    order = torch.from_numpy(similarity_order(vectors.numpy(force=True)))
     return torch.empty_like(order).index_put_((frequent.cpu()[order],), torch.arange(len(order)))

@@ -138,15 +138,14 @@ def write_package(
         if dtype != "float32":  # the copy's rounded tables are what was asked for
             expected = {count: dict(zip(expected[rows], flat(*tensors), strict=True)) for count, tensors in flat_batches.items()}
         program = _captured(flat, flat_batches[2 * rows], inputs, form)
-    run: Callable[[list[Tensor]], Sequence[Tensor]]
+    run: Callable[..., Sequence[Tensor]]
     if path.suffix == ".onnx":
         with _without_warnings():
             names = [name for each in inputs for name in (each.names if isinstance(each, FeatureInput) else (each.name,))]
             run = write_onnx(program, path, names, list(expected[rows]))
     else:
         _compile(program, path, facts or {})
-        package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-        run = lambda tensors: package.run(tensors)  # noqa: E731
+        run = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
     for count, tensors in flat_batches.items():
         try:
             outputs = run(tensors)
