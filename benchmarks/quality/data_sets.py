@@ -79,6 +79,10 @@ class DataSet(ABC):
     def training_rows(self, generator: torch.Generator) -> Rows:
         """The rows of one epoch, shuffled."""
 
+    def unlabeled_ids(self, rows: Rows) -> Tensor:
+        """Return ids [R', F] that belong together as those of training rows do, which a trained model can label."""
+        return rows.ids[:0]
+
     def batches(self, batch: int, steps: int, seed: int) -> Iterator[Rows]:
         """Yield `steps` training batches, the same for the same seed."""
         generator = torch.Generator().manual_seed(seed)
@@ -175,6 +179,10 @@ class ImplicitFeedback(DataSet):
         """See the base class."""
         rows = self._with_negatives(self._train, self._known_in_training, generator)
         return rows.take(torch.randperm(len(rows.labels), generator=generator))
+
+    def unlabeled_ids(self, rows: Rows) -> Tensor:
+        """Return the rows' users, each with a random item."""
+        return torch.stack([rows.ids[:, 0], torch.randint(self._items, (len(rows.ids),))], dim=1)
 
     def _with_negatives(self, pairs: Tensor, known: Tensor, generator: torch.Generator) -> Rows:
         """Return the pairs, and as many negatives that are not among the known pairs [pairs], sorted numbers."""

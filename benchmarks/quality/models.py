@@ -16,7 +16,8 @@ import copy
 import math
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -49,7 +50,8 @@ class Task:
     """A data set, how long to train on it, the learning rates to try first, and the standard deviation of initial entries.
 
     With `evaluations` > 0 the validation split is evaluated so often during training, and the best state is kept: early stopping.
-    `start` is "random", or "vectors" for tables that start from those of the data set.
+    `start` is "random", or "vectors" for tables that start from those of the data set. `teacher` is "none", or "dense" to learn the
+    predictions of a trained dense model instead of the labels.
     """
 
     data: DataSet
@@ -60,6 +62,7 @@ class Task:
     std: float = STD
     evaluations: int = 0
     start: str = "random"
+    teacher: str = "none"
 
 
 class Head(nn.Module):
@@ -130,10 +133,8 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, dty
     """
     torch.manual_seed(seed)
     compression = _compression_of_numbers(task, method, compression, DTYPES[dtype])
-    model = Model(task, method, compression)
+    model = _model(task, method, compression)
     embeddings = model.embeddings
-    if task.start == "vectors":
-        embeddings.start_(task.data.vectors, task.data.counts)
     if method == "PEP":  # keep the initial values, without the entries that a trained copy's thresholds drop
         copied = copy.deepcopy(model)
         search = ThresholdSearch(copied.embeddings.tables, embeddings.budget, task.steps)
@@ -141,7 +142,8 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, dty
         for table, mask in zip(embeddings.tables, search.masks(), strict=True):
             table.mask = mask.float()
     pruning = Pruning(list(embeddings.tables.parameters()), embeddings.budget, task.steps) if method == "pruning" else None
-    times = _fit_(model, task, method, compression, lr, seed, pruning, is_bfloat16=dtype == "bfloat16")
+    teacher = _teacher(replace(task, teacher="none"), seed) if task.teacher != "none" else None
+    times = _fit_(model, task, method, compression, lr, seed, pruning, teacher, is_bfloat16=dtype == "bfloat16")
     if method in CONVERTED:
         _to_tt_(model, task, compression, in_order=method == "converted in order")
     if dtype == "int8":
@@ -160,6 +162,13 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, dty
         "other_bytes": 4 * (sum(p.numel() for p in model.parameters()) - params),
         "step_ms": statistics.median(times),
     }
+
+
+def _model(task: Task, method: str, compression: float) -> Model:
+    model = Model(task, method, compression)
+    if task.start == "vectors":
+        model.embeddings.start_(task.data.vectors, task.data.counts)
+    return model
 
 
 def _compression_of_numbers(task: Task, method: str, compression: float, dtype: torch.dtype) -> float:
@@ -182,6 +191,7 @@ def _fit_(
     lr: float,
     seed: int,
     shrink: Pruning | ThresholdSearch | None,
+    teacher: Model | None = None,
     *,
     is_bfloat16: bool = False,
 ) -> list[float]:
@@ -196,6 +206,8 @@ def _fit_(
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * min(1.0, (1 - (step - 1) / steps) / DECAY)
+        if teacher is not None:
+            rows = _labeled(teacher, torch.cat([rows.ids, task.data.unlabeled_ids(rows)]), rows.dense)
         loss = F.binary_cross_entropy_with_logits(model(rows), rows.labels)
         optimizer.zero_grad()
         (scheduler.loss(loss) if scheduler else loss).backward()
@@ -218,6 +230,24 @@ def _fit_(
     if best_state is not None:
         model.load_state_dict(best_state)
     return times
+
+
+@lru_cache(1)
+def _teacher(task: Task, seed: int) -> Model:
+    """Train dense tables at each rate; return the model with the best NE on the validation split."""
+    models = []
+    for lr in task.rates:
+        torch.manual_seed(seed)
+        models.append(_model(task, "dense", 1))
+        _fit_(models[-1], task, "dense", 1, lr, seed, None)
+    return min(models, key=lambda model: evaluate(model, task.data.val)["ne"])
+
+
+@torch.no_grad()
+def _labeled(teacher: Model, ids: Tensor, dense: Tensor) -> Rows:
+    """Return rows whose labels are a model's predictions (Hinton et al., Distilling the Knowledge, arXiv 1503.02531)."""
+    rows = Rows(ids=ids, dense=F.pad(dense, (0, 0, 0, len(ids) - len(dense))), labels=torch.empty(len(ids)))
+    return replace(rows, labels=teacher(rows).sigmoid())
 
 
 def _scheduler(model: Model, optimizer: torch.optim.Optimizer, method: str, steps: int) -> RankScheduler | None:

@@ -10,6 +10,8 @@ test split; validation NE, AUC, logloss and bytes are in `counted`.
     --only order=similarity                  ids are numbered by similarity (`data_pipeline.similarity`), not by frequency
     --only order=similarity,start=vectors    and tables start from the vectors that the order follows from
                                              (`comera_rec.convert.start`); other methods are fitted to the same rows (`tables.fit_`)
+    --only order=similarity,start=vectors,teacher=dense
+                                             and models learn what a trained dense model predicts, for users with random items, too
     --only dtype=int8, dtype=bfloat16        tables are stored in this type, four or two numbers in a float32 number's bytes
                                              (`storage.py`)
 """
@@ -57,6 +59,7 @@ def tasks(settings: Settings) -> list[Task]:
     """The tasks: synthetic logs always, implicit feedback if `--data` names it."""
     selected, wanted, order = [], settings.only.get("data"), _order(settings)
     start = _chosen(settings, "start", ("random", "vectors"))
+    teacher = _chosen(settings, "teacher", ("none", "dense"))
     if start == "vectors" and order == "frequency":
         raise UserError("tables start from vectors only with ids in order of similarity: add order=similarity to --only")
     if wanted is None or wanted in LOGS:
@@ -80,7 +83,7 @@ def tasks(settings: Settings) -> list[Task]:
                 evaluations=EVALUATIONS,
             )
         )
-    return [replace(task, start=start) for task in selected if wanted in (None, task.data.name)]
+    return [replace(task, start=start, teacher=teacher) for task in selected if wanted in (None, task.data.name)]
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
@@ -131,13 +134,17 @@ def _cases(task: Task, settings: Settings) -> list[tuple[dict[str, Any], Sequenc
         sizes["order"] = _order(settings)
     if task.start != "random":
         sizes["start"] = task.start
+    if task.teacher != "none":
+        sizes["teacher"] = task.teacher
     return [({"data": task.data.name, "method": method, "compression": size, **sizes}, task.rates) for method, size in cases]
 
 
-def chosen(rows: Sequence[Row], dtype: str = "float32", order: Order = "frequency", start: str = "random") -> list[Row]:
-    """The runs of usual length, this table type, order and start, at the rate that each method chose for each size."""
+def chosen(
+    rows: Sequence[Row], dtype: str = "float32", order: Order = "frequency", start: str = "random", teacher: str = "none"
+) -> list[Row]:
+    """The runs of usual length, this table type, order, start and teacher, at the rate that each method chose for each size."""
     rows = [row for row in rows if row.dtype == dtype and row.shapes.get("order", "frequency") == order]
-    rows = [row for row in rows if row.shapes.get("start", "random") == start]
+    rows = [row for row in rows if (row.shapes.get("start", "random"), row.shapes.get("teacher", "none")) == (start, teacher)]
     usual: dict[str, int] = {}
     for row in rows:
         data, steps = row.shapes["data"], row.shapes["steps"]

@@ -136,12 +136,12 @@ void look_up(
 }
 
 void pool(
-    const float* rows, const int32_t* inverse, const int64_t* offsets, const float* weights, bool mean, int64_t features,
-    const Bags& bags, int64_t count, int64_t first, int64_t beyond) {
-  const int64_t batch = count / features, width = bags.width;
+    const float* rows, const int32_t* inverse, const int64_t* offsets, const float* weights, bool mean, const Bags& bags, int64_t count,
+    int64_t first, int64_t beyond) {
+  const int64_t width = bags.width;
   for (int64_t bag = first; bag < beyond; ++bag) {
     const int64_t start = offsets[bag], end = offsets[bag + 1];
-    float* out = bags.values + (bag % batch * features + bag / batch) * width;
+    float* out = bags.values + (bag % bags.samples * bags.num_slots + bags.slots[bag / bags.samples]) * width;
     std::memset(out, 0, 4 * width);
     const float share = mean && end > start ? 1.0f / float(end - start) : 1.0f;
     for (int64_t i = start; i < end; ++i) {

@@ -79,9 +79,11 @@ struct Lookups {
 };
 
 struct Bags {
-  float* values = nullptr;  // [bags, width]
+  float* values = nullptr;  // [samples, num_slots, width]
   int64_t width = 0;        // at most n1 * n2
   bool streams = false;     // whether bags are whole cache lines, which are then written past the caches
+  int64_t samples = 0, num_slots = 0;
+  const int32_t* slots = nullptr;  // [F] the slot of each feature
 };
 
 // An optimizer's update of a slice; `update_floats` in update.h has the formulas.
@@ -140,10 +142,10 @@ struct Kernels {
   void (*look_up)(const Table&, const Lookups&, const Bags&, float* rows, int64_t first, int64_t beyond, float* scratch);
   // Forms products [first, beyond) of a pair in out [.., rank, n].
   void (*make_products)(const Pair&, int64_t first, int64_t beyond, float* out, float* scratch);
-  // Pools rows to bags [first, beyond), numbered by their positions in the output: inverse [L], offsets [bags + 1].
+  // Pools rows to bags [first, beyond) of `count`, numbered feature by feature: inverse [L], offsets [count + 1].
   void (*pool)(
-      const float* rows, const int32_t* inverse, const int64_t* offsets, const float* weights, bool mean, int64_t features,
-      const Bags&, int64_t bags, int64_t first, int64_t beyond);
+      const float* rows, const int32_t* inverse, const int64_t* offsets, const float* weights, bool mean, const Bags&, int64_t count,
+      int64_t first, int64_t beyond);
 
   // Propagates gradients of rows [first, beyond) to the slices, not yet times the diagonal beside these.
   void (*gradients_of_rows)(

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <string>
@@ -88,8 +89,8 @@ bool is_slice_major(const Tensor& core, bool is_leading) {
 struct Arguments {
   Arguments(
       const std::vector<Tensor>& cores, const std::vector<Tensor>& diagonals, const std::vector<Tensor>& plan, const Tensor& offsets,
-      const std::optional<Tensor>& weights, bool mean, int64_t features, int64_t num_cols, const std::vector<int64_t>& hot_blocks,
-      const std::vector<int64_t>& first_rows) {
+      const std::optional<Tensor>& weights, bool mean, const std::vector<int64_t>& slots, int64_t num_slots, int64_t num_cols,
+      const std::vector<int64_t>& hot_blocks, const std::vector<int64_t>& first_rows) {
     require(plan.size() == 7, "plan holds ", plan.size(), " tensors: give the 7 of plan_lookup");
     const auto &inverse = plan[0], &order = plan[1], &starts = plan[2], &rows = plan[3], &left = plan[4], &right = plan[5],
                &bounds = plan[6];
@@ -127,7 +128,7 @@ struct Arguments {
     take_hot(cores, hot_blocks, first_rows);
     for (int rank : batch.ranks) floats += rank;
     take_diagonals(diagonals, floats);
-    take_bags(offsets, weights, mean, features);
+    take_bags(offsets, weights, mean, slots, num_slots);
   }
 
   Batch batch;
@@ -215,18 +216,27 @@ struct Arguments {
     }
   }
 
-  void take_bags(const Tensor& offsets, const std::optional<Tensor>& weights, bool mean, int64_t features) {
+  void take_bags(
+      const Tensor& offsets, const std::optional<Tensor>& weights, bool mean, const std::vector<int64_t>& slots, int64_t num_slots) {
     const int64_t L = batch.num_lookups;
     offsets_ = contiguous(offsets, "offsets", ScalarType::Long, "int64");
     batch.offsets = static_cast<const int64_t*>(offsets_.data_ptr());
     batch.bags = offsets_.numel() - 1;
-    batch.features = features;
+    batch.num_slots = num_slots;
     batch.mean = mean;
     bool ascends = batch.bags >= 0 && batch.offsets[0] == 0;
     for (int64_t bag = 0; bag < batch.bags; ++bag) ascends &= batch.offsets[bag] <= batch.offsets[bag + 1];
     require(ascends && batch.offsets[batch.bags] <= L, "offsets must ascend from 0 to at most ", L, ", the number of ids");
+    const int64_t features = int64_t(slots.size());
     require(features >= 1 && batch.bags % features == 0, "offsets holds ", batch.bags, " bags, which is not a multiple of ",
             features, " features");
+    batch.slots.assign(slots.begin(), slots.end());
+    std::vector<int64_t> sorted = slots;
+    std::sort(sorted.begin(), sorted.end());
+    require(sorted[0] >= 0 && sorted.back() < num_slots && std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
+            "slots are not different numbers from 0 to ", num_slots - 1, ": give each feature its own");
+    require(batch.samples() <= kMost / num_slots, "there are ", batch.samples(), " samples of ", num_slots, " slots: give at most ",
+            kMost, " slots together");
     if (!weights) return;
     weights_ = contiguous(*weights, "per_sample_weights", ScalarType::Float, "float32");
     require(weights_.numel() == L && !mean, "per_sample_weights holds ", weights_.numel(), " numbers for ", L,
@@ -238,21 +248,36 @@ struct Arguments {
   Tensor offsets_, weights_;
 };
 
+// A contiguous float32 tensor of all slots.
+void require_bags(const Tensor& tensor, const char* name, const Batch& batch) {
+  require_plain(tensor, name, ScalarType::Float, "float32");
+  require(tensor.numel() == batch.samples() * batch.num_slots * batch.num_cols, name, " has shape ", shape_of(tensor),
+          ", but the bags are ", batch.samples(), " x ", batch.num_slots * batch.num_cols);
+}
+
 Tensor pool(
     std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets, std::optional<Tensor> weights,
-    bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot_blocks,
+    bool mean, std::vector<int64_t> slots, int64_t num_slots, int64_t num_cols, std::vector<int64_t> hot_blocks,
     std::vector<int64_t> first_rows) {
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot_blocks, first_rows);
-  Tensor out = reused({arguments.batch.bags / features, features * num_cols});
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows);
+  Tensor out = reused({arguments.batch.samples(), num_slots * num_cols});
   pool_bags(arguments.batch, static_cast<float*>(out.data_ptr()));
   return out;
 }
 
+// Writes the features' slots of a tensor that `pool` returned for other features.
+void pool_into(
+    Tensor out, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
+    std::optional<Tensor> weights, bool mean, std::vector<int64_t> slots, int64_t num_slots, int64_t num_cols,
+    std::vector<int64_t> hot_blocks, std::vector<int64_t> first_rows) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows);
+  require_bags(out, "out", arguments.batch);
+  pool_bags(arguments.batch, static_cast<float*>(out.data_ptr()));
+}
+
 std::tuple<std::vector<Tensor>, Tensor> run_backward(
     const Tensor& gradient, const Batch& batch, const std::vector<Target>& targets, bool has_weights) {
-  require_plain(gradient, "gradient", ScalarType::Float, "float32");
-  require(gradient.numel() == batch.bags * batch.num_cols, "gradient has shape ", shape_of(gradient), ", but the bags are ",
-          batch.bags / batch.features, " x ", batch.features * batch.num_cols);
+  require_bags(gradient, "gradient", batch);
   std::vector<Tensor> diagonal_gradients;
   std::vector<float*> pointers;
   for (int rank : batch.ranks) {
@@ -268,9 +293,9 @@ std::tuple<std::vector<Tensor>, Tensor> run_backward(
 
 std::tuple<std::vector<Tensor>, std::vector<Tensor>, Tensor> pool_backward(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
-    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot_blocks,
-    std::vector<int64_t> first_rows) {
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot_blocks, first_rows);
+    std::optional<Tensor> weights, bool mean, std::vector<int64_t> slots, int64_t num_slots, int64_t num_cols,
+    std::vector<int64_t> hot_blocks, std::vector<int64_t> first_rows) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows);
   std::vector<Tensor> core_gradients;
   std::vector<Target> targets;
   for (size_t k = 0; k < cores.size(); ++k) {
@@ -306,9 +331,9 @@ void* state_of(const std::vector<Tensor>& states, size_t k, const Tensor& core, 
 
 std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
-    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot_blocks,
-    std::vector<int64_t> first_rows, std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind, std::vector<double> settings, int64_t seed) {
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot_blocks, first_rows);
+    std::optional<Tensor> weights, bool mean, std::vector<int64_t> slots, int64_t num_slots, int64_t num_cols,
+    std::vector<int64_t> hot_blocks, std::vector<int64_t> first_rows, std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind, std::vector<double> settings, int64_t seed) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows);
   require(kind >= 0 && kind <= int64_t(Update::Kind::adamw), "kind is ", kind, ": choose 0 to 4");
   const Update::Kind chosen = Update::Kind(kind);
   // Diagonals are updated too if there are settings for them.
@@ -361,16 +386,19 @@ STABLE_TORCH_LIBRARY(comera_rec, library) {
       "plan_lookup(Tensor[] ids, int[] num_embeddings, int[] row_shapes, bool parallel=True) -> "
       "(Tensor inverse, Tensor order, Tensor starts, Tensor rows, Tensor left, Tensor right, Tensor bounds)");
   library.def(
-      "pool(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, int features, "
-      "int num_cols, int[] hot_blocks, int[] first_rows) -> Tensor");
+      "pool(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, int[] slots, "
+      "int num_slots, int num_cols, int[] hot_blocks, int[] first_rows) -> Tensor");
+  library.def(
+      "pool_into(Tensor(a!) out, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, "
+      "int[] slots, int num_slots, int num_cols, int[] hot_blocks, int[] first_rows) -> ()");
   library.def(
       "pool_backward(Tensor gradient, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, "
-      "int features, int num_cols, int[] hot_blocks, int[] first_rows) -> (Tensor[] cores, Tensor[] diagonals, Tensor weights)");
+      "int[] slots, int num_slots, int num_cols, int[] hot_blocks, int[] first_rows) -> "
+      "(Tensor[] cores, Tensor[] diagonals, Tensor weights)");
   library.def(
       "pool_backward_update(Tensor gradient, Tensor(a!)[] cores, Tensor(d!)[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, "
-      "bool mean, int features, int num_cols, int[] hot_blocks, int[] first_rows, Tensor(b!)[] first, Tensor(c!)[] second, int kind, "
-      "float[] settings, int seed) -> "
-      "(Tensor[] diagonals, Tensor weights)");
+      "bool mean, int[] slots, int num_slots, int num_cols, int[] hot_blocks, int[] first_rows, Tensor(b!)[] first, "
+      "Tensor(c!)[] second, int kind, float[] settings, int seed) -> (Tensor[] diagonals, Tensor weights)");
   library.def("cpu() -> str");
   library.def("threads_used_last() -> int");
 }
@@ -378,6 +406,7 @@ STABLE_TORCH_LIBRARY(comera_rec, library) {
 STABLE_TORCH_LIBRARY_IMPL(comera_rec, CPU, library) {
   library.impl("plan_lookup", TORCH_BOX(&comera::plan_lookup));
   library.impl("pool", TORCH_BOX(&comera::pool));
+  library.impl("pool_into", TORCH_BOX(&comera::pool_into));
   library.impl("pool_backward", TORCH_BOX(&comera::pool_backward));
   library.impl("pool_backward_update", TORCH_BOX(&comera::pool_backward_update));
 }

@@ -25,16 +25,19 @@ struct Batch {
   std::vector<HotBlocks> hot;           // [T], or empty
   Plan plan{};
   const int64_t* offsets = nullptr;  // [bags + 1]
-  int64_t bags = 0, features = 1;
+  int64_t bags = 0;
+  std::vector<int32_t> slots;  // [F] where a sample's output has the bag of each feature, in bags
+  int64_t num_slots = 1;       // of a sample's output
   const float* weights = nullptr;  // [L]
   bool mean = false;
 
+  int64_t samples() const { return bags / int64_t(slots.size()); }
   const Core& hot_rows(int64_t block) const { return cores[num_tables * order + 2 * block]; }
   const Core& hot_projection(int64_t block) const { return cores[num_tables * order + 2 * block + 1]; }
   const float* hot_diagonal(int64_t block) const { return diagonals[num_tables * (order - 1) + block]; }
 };
 
-// out [bags / features, features * num_cols].
+// out [samples, num_slots * num_cols], of which the features' slots are written.
 void pool_bags(const Batch& batch, float* out);
 
 // gradient like `out`; targets [T * d], then of rows and projection of each hot block; diagonal_gradients [T * (d - 1)],

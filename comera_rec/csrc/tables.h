@@ -185,7 +185,8 @@ class ScratchMemory {
 class LookupBags {
  public:
   explicit LookupBags(const Batch& batch) : bag_of_(batch.num_lookups) {
-    const int64_t L = batch.num_lookups, bags = batch.bags, features = batch.features, samples = bags / features;
+    const int64_t L = batch.num_lookups, bags = batch.bags, samples = batch.samples(), num_slots = batch.num_slots;
+    const int32_t* slots = batch.slots.data();
     const int32_t* order = batch.plan.order;
     has_one_id_each_ = bags == L;
     for (int64_t bag = 0; bag <= bags && has_one_id_each_; ++bag) has_one_id_each_ = batch.offsets[bag] == bag;
@@ -198,7 +199,7 @@ class LookupBags {
       in_tasks(L, [&](int64_t first, int64_t beyond) {
         for (int64_t t = first; t < beyond; ++t) {
           const uint32_t bag = uint32_t(order[t]), feature = bag / uint32_t(samples);
-          bag_of_[t] = int32_t((bag - feature * samples) * features + feature);
+          bag_of_[t] = int32_t((bag - feature * samples) * num_slots + slots[feature]);
         }
       });
       return;
@@ -209,7 +210,7 @@ class LookupBags {
       for (int64_t bag = first; bag < beyond; ++bag)
         std::fill(
             by_lookup.get() + batch.offsets[bag], by_lookup.get() + batch.offsets[bag + 1],
-            int32_t(bag % samples * features + bag / samples));
+            int32_t(bag % samples * num_slots + slots[bag / samples]));
     });
     in_tasks(L, [&](int64_t first, int64_t beyond) {
       for (int64_t t = first; t < beyond; ++t) bag_of_[t] = by_lookup[order[t]];

@@ -42,12 +42,12 @@ def _(ids: Sequence[Tensor], num_embeddings: Sequence[int], row_shapes: Sequence
 
 
 @torch.library.register_fake("comera_rec::pool")
-def _(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot_blocks, first_rows):  # type: ignore[no-untyped-def]
-    return cores[0].new_empty((offsets.shape[0] - 1) // features, features * num_cols, dtype=torch.float32)
+def _(cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows):  # type: ignore[no-untyped-def]
+    return cores[0].new_empty((offsets.shape[0] - 1) // len(slots), num_slots * num_cols, dtype=torch.float32)
 
 
 @torch.library.register_fake("comera_rec::pool_backward")
-def _(gradient, cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot_blocks, first_rows):  # type: ignore[no-untyped-def]
+def _(gradient, cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows):  # type: ignore[no-untyped-def]
     weight_gradients = gradient.new_empty(0 if weights is None else weights.shape[0])
     return [torch.empty_like(core) for core in cores], _like_diagonals(gradient, cores, plan), weight_gradients
 

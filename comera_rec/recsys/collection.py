@@ -6,6 +6,7 @@ B batch size, F features (keys), L_f ids of feature f in a batch, N_f embedding_
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
-from comera_rec.ops.bags import Table
+from comera_rec.ops.bags import Slots, Table
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
@@ -93,6 +94,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         dense_names = [name for names in get_embedding_names_by_table(dense) for name in names]
         self._dense_keys = dict(zip(dense_names, self._keys_of(dense), strict=True))
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
+        self._has_one_width = len(set(self._lengths)) == 1
 
     def plan_ahead(self, features: KeyedJaggedTensor) -> None:
         """Make a batch's plan before `forward` is called with it, for example in a loading thread; starts no other threads.
@@ -130,13 +132,48 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))
         if not self.is_pooled:
             return self._rows(features, by_feature, plans)
+        groups = self._groups()
+        if self._can_share_bags(groups, features):
+            pooled = self._shared_bags(groups, features, by_feature, plans)
+            return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=pooled)
         pooled_groups: list[tuple[list[str], Tensor]] = []  # keys, and their bags side by side
         if self.dense_bags is not None:
             dense = self.dense_bags(features)  # its keys may be in another order once TorchRec shards, fuses or quantizes it
             pooled_groups.append(([self._dense_keys[name] for name in dense.keys()], dense.values()))  # noqa: SIM118  of a KeyedTensor
-        for configs in self._groups():
+        for configs in groups:
             pooled_groups.append((self._keys_of(configs), self._pool_group(configs, features, by_feature, plans)))
         return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=self._concatenated(pooled_groups))
+
+    def _can_share_bags(self, groups: Sequence[Sequence[TTEmbeddingBagConfig]], features: KeyedJaggedTensor) -> bool:
+        """Whether all lookups can write into one tensor: bags of one width and number, by CPU operators, outside of tracers."""
+        return (
+            bool(groups)
+            and self._has_one_width
+            and all(_takes_slots(self.tt_bag(configs[0].name)) for configs in groups)
+            and features.inverse_indices_or_none() is None
+            and type(features.values()) is Tensor
+            and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
+        )
+
+    def _shared_bags(
+        self,
+        groups: Sequence[Sequence[TTEmbeddingBagConfig]],
+        features: KeyedJaggedTensor,
+        by_feature: dict[str, JaggedTensor],
+        plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
+    ) -> Tensor:
+        """Pool all features, [B, sum of N_f]: TT tables write their bags where they belong, dense ones are copied there."""
+        positions, bags = {key: k for k, key in enumerate(self._keys)}, None
+        for configs in groups:
+            slots = Slots([positions[key] for key in self._keys_of(configs)], len(self._keys), bags)
+            bags = self._pool_group(configs, features, by_feature, plans, slots)
+        assert bags is not None
+        if self.dense_bags is not None:
+            dense = self.dense_bags(features)
+            indices = torch.tensor([positions[self._dense_keys[name]] for name in dense.keys()])  # noqa: SIM118  of a KeyedTensor
+            bags = _Placed.apply(bags, dense.values(), indices)
+        return bags
 
     def _rows(
         self,
@@ -230,8 +267,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         batch: KeyedJaggedTensor,
         by_feature: dict[str, JaggedTensor],
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
+        slots: Slots | None = None,
     ) -> Tensor:
-        """Pool the bags of a group's F features, [B, F * N]; if not `is_pooled`, look up their rows, [sum of L_f, N]."""
+        """Pool a group's F features, [B, F * N] or into slots; if not `is_pooled`, look up their rows, [sum of L_f, N]."""
         tables = [self.tt_bag(config.name) for config in configs]
         names = [feature for config in configs for feature in config.feature_names]
         features = [by_feature[feature] for feature in names]
@@ -252,6 +290,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             per_sample_weights=_joined([feature.weights() for feature in features]) if self._is_weighted else None,
             features=len(features) if is_one_batch else 1,
             update_in_backward=self.update_in_backward,
+            slots=slots,
         ).float()
         if inverse_indices is None or not self.is_pooled:
             return pooled
@@ -317,6 +356,28 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def device(self) -> torch.device:
         """The device given at construction."""
         return self._device
+
+
+class _Placed(torch.autograd.Function):
+    """Bags [B, S * N] with others, [B, F * N], in the slots [F] that nothing has been written to."""
+
+    @staticmethod
+    def forward(ctx: Any, bags: Tensor, others: Tensor, slots: Tensor) -> Tensor:
+        ctx.width = others.shape[1] // len(slots)
+        ctx.save_for_backward(slots)
+        bags.unflatten(1, (-1, ctx.width)).index_copy_(1, slots, others.unflatten(1, (-1, ctx.width)))
+        ctx.mark_dirty(bags)
+        return bags
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (slots,) = ctx.saved_tensors
+        return grad, grad.unflatten(1, (-1, ctx.width)).index_select(1, slots).flatten(1), None
+
+
+def _takes_slots(table: TTEmbeddingBag) -> bool:
+    core = table.core_0
+    return core.device.type == "cpu" and core.dtype == torch.float32 and table.shape.order > 1
 
 
 _PLANS = "plans_made_ahead"  # attribute of features: by what plans depend on, the version of the values and the plans

@@ -87,7 +87,8 @@ class Arguments(dict[str, Any]):
             offsets=torch.tensor([0, 2, 5]),
             weights=None,
             mean=False,
-            features=2,
+            slots=[0, 1],
+            num_slots=2,
             num_cols=6,
             hot_blocks=[0, 1],
             first_rows=[0, 0],
@@ -137,7 +138,11 @@ REFUSED: list[tuple[str, int | None, Callable[[Any], Any], str]] = [
     ("offsets", None, lambda _: torch.tensor([0, 2, 3, 5]), "offsets holds 3 bags, which is not a multiple of 2 features"),
     ("weights", None, lambda _: torch.ones(4), "per_sample_weights holds 4 numbers for 5 ids: give one for each, and mode 'sum'"),
     ("weights", None, lambda _: torch.ones(5).double(), "per_sample_weights is not float32: convert it"),
-    ("features", None, lambda _: 0, "offsets holds 2 bags, which is not a multiple of 0 features"),
+    ("slots", None, lambda _: [], "offsets holds 2 bags, which is not a multiple of 0 features"),
+    ("slots", None, lambda _: [1, 1], "slots are not different numbers from 0 to 1: give each feature its own"),
+    ("slots", None, lambda _: [-1, 1], "slots are not different numbers from 0 to 1: give each feature its own"),
+    ("num_slots", None, lambda _: 1, "slots are not different numbers from 0 to 0: give each feature its own"),
+    ("num_slots", None, lambda _: 2**31, "there are 1 samples of 2147483648 slots: give at most 2147483647 slots together"),
     ("num_cols", None, lambda _: 7, "num_cols is 7, but the cores make 6 columns"),
     ("num_cols", None, lambda _: 0, "num_cols is 0, but the cores make 6 columns"),
     ("num_cols", None, lambda _: 5, r"cores\[7\] has shape \(2, 1, 6, 1\): give \(2, 1, 5, 1\), the projection of a hot block"),
@@ -164,6 +169,8 @@ def test_the_operators_refuse_bad_arguments(name: str, k: int | None, change: Ca
         ops.pool_backward(gradient, *arguments.values())
     with pytest.raises(ValueError, match=message):
         ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8, 0)
+    with pytest.raises(ValueError, match=message):
+        ops.pool_into(gradient, *arguments.values())
 
 
 @settings(max_examples=300)
@@ -188,18 +195,20 @@ def test_plans_are_refused_or_those_of_some_ids(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("gradient", "message"),
     [
-        (torch.ones(1, 11), r"gradient has shape \(1, 11\), but the bags are 1 x 12"),
-        (torch.ones(0), r"gradient has shape \(0\), but the bags are 1 x 12"),
-        (torch.ones(1, 12, dtype=torch.bfloat16), "gradient is not float32: convert it"),
-        (torch.ones(1).expand(1, 12), "gradient is not a contiguous tensor on CPU: move it, or copy it"),
+        (torch.ones(1, 11), r" has shape \(1, 11\), but the bags are 1 x 12"),
+        (torch.ones(0), r" has shape \(0\), but the bags are 1 x 12"),
+        (torch.ones(1, 12, dtype=torch.bfloat16), " is not float32: convert it"),
+        (torch.ones(1).expand(1, 12), " is not a contiguous tensor on CPU: move it, or copy it"),
     ],
 )
 def test_gradients_of_other_sizes_and_types_are_refused(gradient: Tensor, message: str) -> None:
     arguments, ops = Arguments(), torch.ops.comera_rec
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="gradient" + message):
         ops.pool_backward(gradient, *arguments.values())
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="gradient" + message):
         ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8, 0)
+    with pytest.raises(ValueError, match="out" + message):
+        ops.pool_into(gradient, *arguments.values())
 
 
 SGD, ADAGRAD, ROW_WISE, ADAM = range(4)

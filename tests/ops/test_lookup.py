@@ -126,7 +126,7 @@ def arguments(order: int, weighted: bool) -> tuple[Any, ...]:
     for k, size in enumerate([(1, shape.num_rows // 2, 1, 3), (3, 1, num_cols, 1)] if hot_blocks else []):
         cores.append(slice_major(torch.randn(size), k, 2).requires_grad_())
     diagonals += [torch.rand(3, requires_grad=True)] if hot_blocks else []
-    return cores, diagonals, list(plan), torch.tensor([0, 3, 3, 7, 9]), weights, False, 2, num_cols, hot_blocks, first_rows
+    return cores, diagonals, list(plan), torch.tensor([0, 3, 3, 7, 9]), weights, False, [1, 0], 2, num_cols, hot_blocks, first_rows
 
 
 @pytest.mark.parametrize(("order", "weighted"), [(2, False), (4, True)])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.bags import cpu, gpu, reference
+from comera_rec.ops.bags.cpu import Slots
 from comera_rec.ops.bags.table import HotBlock, Table
 from comera_rec.ops.plan import LookupPlan, PairPlan
 from data_pipeline.errors import UserError
@@ -22,7 +23,17 @@ from data_pipeline.errors import UserError
 MODES = ("sum", "mean", "max")
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
 
-__all__ = ["IMPLEMENTATIONS", "MODES", "HotBlock", "Table", "check_ids", "require_bags_impl", "resolve_bags_impl", "tt_bags"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "MODES",
+    "HotBlock",
+    "Slots",
+    "Table",
+    "check_ids",
+    "require_bags_impl",
+    "resolve_bags_impl",
+    "tt_bags",
+]
 
 
 def tt_bags(
@@ -36,6 +47,7 @@ def tt_bags(
     features: int = 1,
     impl: str = "auto",
     update_in_backward: bool = True,
+    slots: Slots | None = None,
 ) -> Tensor:
     """Pool rows of TT tables, as `torch.nn.functional.embedding_bag` pools those of dense tables.
 
@@ -54,9 +66,10 @@ def tt_bags(
         impl: "auto", or "reference" (any device and type), "cpu" or "triton" (GPU), which compute in float32.
         update_in_backward: whether cores whose optimizers were applied in backward are updated there, slice by slice; see
             `comera_rec.ops.bags.updates`.
+        slots: where to write the bags among those of other lookups, for float32 cores and impl "cpu", except mode "max".
 
     Returns:
-        [B, F * num_cols]: a sample's bags side by side, of the cores' dtype.
+        [B, F * num_cols]: a sample's bags side by side, of the cores' dtype. With `slots` [B, slots.per_sample * num_cols].
 
     Raises:
         ValueError: for offsets that don't ascend from 0 to at most L, or a plan for other tables (checked on CPU); for
@@ -86,6 +99,8 @@ def tt_bags(
             return reference.pool(unpacked, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
     pool: Any = gpu.pool if impl == "triton" else cpu.pool
     options: dict[str, Any] = {"num_cols": num_cols, "update": update_in_backward}
+    if slots is not None:
+        options["slots"] = slots
     if mode == "max":  # look up the row of every id, then take maxima over bags
         ends = torch.arange(plan.num_ids + 1, device=offsets.device)
         rows = pool(unpacked, plan, ends, None, mode="sum", features=1, **options)

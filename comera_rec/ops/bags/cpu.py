@@ -6,7 +6,7 @@ T tables of d cores, L ids, F features of B bags each, N columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAN = len(LookupPlan._fields)
 
 
+class Slots(NamedTuple):
+    """Where in wider bags, [B, per_sample * N], a lookup writes those of its features: bags of other lookups lie between them."""
+
+    of_features: Sequence[int]
+    """[F], in bags."""
+    per_sample: int
+    bags: Tensor | None
+    """What the lookups of other features have returned; None for the first one, which makes them."""
+
+
 def pool(
     tables: Sequence[Table],
     plan: LookupPlan,
@@ -31,8 +41,9 @@ def pool(
     features: int,
     num_cols: int,
     update: bool = True,
+    slots: Slots | None = None,
 ) -> Tensor:
-    """Pool rows to [B, F * num_cols] float32; arguments as for `tt_bags`, weights in float32."""
+    """Pool rows to [B, F * num_cols] float32, or into `slots`; arguments as for `tt_bags`, weights in float32."""
     order = len(tables[0].cores)
     # Table by table, then A and P of each hot block; diagonals likewise, or none if all of them are ones.
     cores = [slice_major(core, k, order) for table in tables for k, core in enumerate(table.cores)]
@@ -45,18 +56,21 @@ def pool(
         cores += [core if core.is_contiguous() else slice_major(core, k, 2) for k, core in enumerate(block[:2])]
         diagonals.append(block.diagonal.contiguous())
     hot_blocks, first_rows = ([len(table.hot) for table in tables], [table.first for table in tables]) if blocks else ([], [])
-    settings = (mode == "mean", features, num_cols, hot_blocks, first_rows)
-    # Cores that had to be copied into another layout have no optimizer.
+    of_features, count = (range(features), features) if slots is None else slots[:2]
+    settings = (mode == "mean", list(of_features), count, num_cols, hot_blocks, first_rows)
     may_update = update and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    # Cores that had to be copied into another layout have no optimizer.
     updates = find_updates(cores, diagonals) if may_update else None
-    bags: Tensor
+    if updates is None and slots is None:
+        bags: Tensor = ops.pool(cores, diagonals, list(plan), offsets, weights, *settings)
+        return bags
+    handle = None
     if updates is not None:
-        diagonals = diagonals if updates.diagonals is None else updates.diagonals
+        cores, diagonals = updates.cores, diagonals if updates.diagonals is None else updates.diagonals
         # Needs a gradient, so that autograd calls a backward whose other inputs need none.
         handle = torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
-        bags = _UpdatingPool.apply(settings, updates, handle, offsets, weights, len(diagonals), *diagonals, *plan)
-    else:
-        bags = ops.pool(cores, diagonals, list(plan), offsets, weights, *settings)
+    into = None if slots is None else slots.bags
+    bags = _Pool.apply(settings, updates, handle, into, offsets, weights, len(cores), len(diagonals), *cores, *diagonals, *plan)
     return bags
 
 
@@ -70,7 +84,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     num_cores, num_diagonals = ctx.counts
     cores, diagonals, (weights,) = _split(_gradients(ctx, grad), num_cores, num_diagonals)
     lists: list[None] | None = None if ctx.settings[-1] else []  # torch mistakes an empty list of numbers for one of tensors
-    return cores, diagonals, [None] * _PLAN, None, weights, None, None, None, lists, lists
+    return cores, diagonals, [None] * _PLAN, None, weights, None, None, None, None, lists, lists
 
 
 @torch.autograd.function.once_differentiable
@@ -87,37 +101,64 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 torch.library.register_autograd("comera_rec::pool", _differentiate, setup_context=_setup_context)
 
 
-class _UpdatingPool(torch.autograd.Function):
-    """Bags whose backward applies the optimizers of cores to the slices that the batch used."""
+class _Pool(torch.autograd.Function):
+    """Bags written into others, or whose backward applies the optimizers of cores to the slices that the batch used.
+
+    The gradient of bags that were written into is passed on as it is: lookups read the slots of their own features only.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         settings: Any,
-        updates: Updates,
-        handle: Tensor,
+        updates: Updates | None,
+        handle: Tensor | None,
+        into: Tensor | None,
         offsets: Tensor,
         weights: Tensor | None,
-        count: int,
+        num_cores: int,
+        num_diagonals: int,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.settings, ctx.updates, ctx.count = settings, updates, count
+        arguments = (*_split(tensors, num_cores, num_diagonals), offsets, weights, *settings)
+        if updates is not None:  # cores that are updated can't be saved
+            tensors, num_cores = tensors[num_cores:], 0
+        ctx.settings, ctx.updates, ctx.counts = settings, updates, (num_cores, num_diagonals)
         ctx.save_for_backward(offsets, weights, *tensors)
-        bags: Tensor = ops.pool(updates.cores, list(tensors[:count]), list(tensors[count:]), offsets, weights, *settings)
-        return bags
+        if into is None:
+            bags: Tensor = ops.pool(*arguments)
+            return bags
+        ops.pool_into(into, *arguments)
+        ctx.mark_dirty(into)
+        return into
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        offsets, weights, *tensors = ctx.saved_tensors
-        _, diagonals, plan = _split(tensors, 0, ctx.count)
-        updates: Updates = ctx.updates
-        diagonal_gradients, weight_gradients = ops.pool_backward_update(
-            grad.float().contiguous(), updates.cores, diagonals, plan, offsets, weights, *ctx.settings, *updates.begin_step()
+        updates: Updates | None = ctx.updates
+        if updates is None:
+            *gradients, weight_gradients = _gradients(ctx, grad)
+        else:
+            offsets, weights, *tensors = ctx.saved_tensors
+            _, diagonals, plan = _split(tensors, *ctx.counts)
+            diagonal_gradients, weight_gradients = ops.pool_backward_update(
+                grad.float().contiguous(), updates.cores, diagonals, plan, offsets, weights, *ctx.settings, *updates.begin_step()
+            )
+            gradients = [None] * len(updates.cores)
+            gradients += [None] * len(diagonals) if updates.diagonals is not None else _like(diagonals, diagonal_gradients)
+            weight_gradients = None if weights is None else weight_gradients
+        return (
+            None,
+            None,
+            None,
+            grad if ctx.needs_input_grad[3] else None,
+            None,
+            weight_gradients,
+            None,
+            None,
+            *gradients,
+            *[None] * _PLAN,
         )
-        weight_gradients = None if weights is None else weight_gradients
-        diagonal_gradients = [None] * len(diagonals) if updates.diagonals is not None else _like(diagonals, diagonal_gradients)
-        return None, None, None, None, weight_gradients, None, *diagonal_gradients, *[None] * len(plan)
 
 
 def _split(tensors: Sequence[Tensor], num_cores: int, num_diagonals: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
