@@ -144,6 +144,8 @@ class TrainingConfig:
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
         precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32.
         capture: on a GPU, whether steps are captured in a CUDA graph once their shapes have settled.
+        teacher: folder of a trained run on the same data, whose predictions take the place of the labels in the loss (distillation,
+            Hinton et al., arXiv 1503.02531); every process keeps that whole model. For data on which that model predicts better.
         task_weights: weight of each label's loss in their mean, in the order of the data set's labels; empty for equal weights.
     """
 
@@ -160,6 +162,7 @@ class TrainingConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
     capture: bool = False
+    teacher: str | None = None
     task_weights: tuple[Annotated[float, Field(gt=0, lt=math.inf)], ...] = ()
 
     def __post_init__(self) -> None:

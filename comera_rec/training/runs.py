@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 
@@ -127,6 +128,19 @@ def load_run(folder: str | Path, *, last: bool = False) -> tuple[nn.Module, RunC
     except (LookupError, TypeError, AttributeError, ValidationError, RuntimeError, MemoryError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder} holds a checkpoint whose model can't be made ({reason}): give another run") from error
+
+
+def load_teacher(config: RunConfig, schema: Schema, device: torch.device) -> nn.Module | None:
+    """Return the model of the run that `training.teacher` names; raise ValueError if it predicts from other columns."""
+    if config.training.teacher is None:
+        return None
+    model, _, of_teacher = load_run(config.training.teacher)
+    if differing := of_teacher.differences(schema):
+        raise UserError(
+            f"training.teacher is {config.training.teacher}, which was trained on other data than {config.data.path} "
+            f"(they differ in {', '.join(differing)}): train the teacher on the same data set"
+        )
+    return model.requires_grad_(False).to(device)
 
 
 def fingerprint(manifest: Manifest) -> str:

@@ -36,8 +36,10 @@ class TrainingStep:
         *,
         device: torch.device,
         total_steps: int,
+        teacher: nn.Module | None = None,
     ) -> None:
         training = config.training
+        self._teacher = teacher
         self._placed, self._optimizer, self._scheduler = placed, optimizer, scheduler
         self._device = device
         self._accumulation, self._precision, self._max_norm = training.accumulation, training.precision, training.clip_grad_norm
@@ -77,10 +79,14 @@ class TrainingStep:
         return torch.stack(losses).mean()
 
     def loss_of(self, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of a batch: logits [B, L], labels [B] or [B, L], weights of rows [B]."""
+        """Return a batch's mean cross-entropy with its labels, or the teacher's predictions: [B] or [B, L]; weights of rows [B]."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision != "float32"):
             logits = self._placed.model(batch.dense, batch.sparse)
-        losses_BL = F.binary_cross_entropy_with_logits(logits.float(), batch.labels.view_as(logits), reduction="none")
+        labels = batch.labels
+        if self._teacher is not None:
+            with torch.no_grad():
+                labels = self._teacher(batch.dense, batch.sparse).sigmoid()
+        losses_BL = F.binary_cross_entropy_with_logits(logits.float(), labels.view_as(logits), reduction="none")
         if self._task_weights is not None:
             losses_BL = losses_BL * self._task_weights
         if batch.weights is not None:

@@ -34,7 +34,7 @@ from comera_rec.training.log import MetricsLog, Progress, fixed_ranks, off_targe
 from comera_rec.training.memory import PeakMemory, keep_freed_memory, return_freed_memory
 from comera_rec.training.model import Schema, build_optimizer
 from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
-from comera_rec.training.runs import CHECKPOINTS, fingerprint, require_fit, require_same_run
+from comera_rec.training.runs import CHECKPOINTS, fingerprint, load_teacher, require_fit, require_same_run
 from comera_rec.training.start import StartingVectors
 from comera_rec.training.state import TrainingState
 from comera_rec.training.step import TrainingStep
@@ -99,7 +99,10 @@ class Trainer:
             other_bytes = bytes_outside(whole, [module for _, module in named_tt_modules(whole)])
             self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes)
         self.state = TrainingState(self.module, self.optimizer, placed.table_optimizers)
-        self.step = TrainingStep(config, placed, self.optimizer, self.scheduler, device=self.device, total_steps=self.total_steps)
+        self.step = TrainingStep(
+            config, placed, self.optimizer, self.scheduler,
+            device=self.device, total_steps=self.total_steps, teacher=load_teacher(config, self.schema, self.device),
+        )  # fmt: skip
         self.writer = CheckpointWriter(
             self.checkpoints, keep=config.training.keep_checkpoints,
             asynchronous=config.checkpoints.asynchronous,

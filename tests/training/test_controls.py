@@ -17,6 +17,8 @@ from comera_rec.training.evaluation import BestSoFar, evaluate
 from comera_rec.training.runs import load_run, open_run
 from comera_rec.training.step import rate_factor
 from comera_rec.training.trainer import Trainer
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.synth import SynthOptions, synth
 from tests.training.run_folders import DENSE, losses, validation
 
 # Learning rates at which the first steps are the best.
@@ -160,3 +162,28 @@ def test_best_so_far() -> None:
     best = BestSoFar()
     assert [best.observe(step, ne) for step, ne in ((1, 0.9), (2, 0.9), (3, 0.8), (4, 0.85))] == [True, False, True, False]
     assert best == BestSoFar(step=3, ne=0.8, since=1)
+
+
+def test_a_teachers_predictions_take_the_place_of_labels(config_file: Path, tmp_path: Path) -> None:
+    run(config_file, *DENSE, "training.steps=4", f"output={tmp_path / 'teacher'}")
+    settings = [*DENSE, f"output={tmp_path / 'student'}", f"training.teacher={tmp_path / 'teacher'}"]
+    student = Trainer(load_config(config_file, settings), load_run(tmp_path / "teacher")[0])
+    gradients = torch.autograd.grad(
+        student.step.loss_of(next(iter(student.loader))), list(student.optimizer.param_groups[0]["params"])
+    )
+    assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-6, "who predicts like the teacher has nothing to learn"
+
+
+def test_teachers_that_do_not_fit_are_refused(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--config", str(config_file), f"training.teacher={tmp_path / 'nothing'}"])
+    assert f"{tmp_path / 'nothing'} holds no checkpoint: give a run's folder" in capsys.readouterr().err
+    run(config_file, *DENSE, "training.steps=1", f"output={tmp_path / 'teacher'}")
+    other = tmp_path / "other"
+    synth(SynthOptions(rows=600, output=tmp_path / "other.txt", seed=9, scale=0.01))
+    preprocess(PreprocessOptions(inputs=(tmp_path / "other.txt",), output=other))
+    settings = [f"data.path={other}", f"output={tmp_path / 'run'}", f"training.teacher={tmp_path / 'teacher'}"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--config", str(config_file), *settings])
+    assert f"which was trained on other data than {other} (they differ in" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
