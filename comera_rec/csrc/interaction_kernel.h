@@ -46,6 +46,9 @@ COMERA_INLINE void multiply_padded(
     int64_t j = upper ? i / kTileColumns * kTileColumns : 0;
     for (; j + kTileColumns <= n2; j += kTileColumns)
       multiply_tile<kTileRows, kTileVectors, kWidth>(a + i, a_step, b + j, n2, ones, depth, c + i * n2 + j, n2);
+    if constexpr (kTileVectors > 2)
+      for (; j + 2 * kWidth <= n2; j += 2 * kWidth)
+        multiply_tile<kTileRows, 2, kWidth>(a + i, a_step, b + j, n2, ones, depth, c + i * n2 + j, n2);
     for (; j < n2; j += kWidth) multiply_tile<kTileRows, 1, kWidth>(a + i, a_step, b + j, n2, ones, depth, c + i * n2 + j, n2);
   }
 }
@@ -87,8 +90,11 @@ void interact_backward(
     float* to = lead_gradient + sample * N;
     for (int64_t n = 0; n < N; ++n) to[n] = scratch.transposed[n] + lead_part[n];
     to = rows_gradient + sample * (F - 1) * N;
-    for (int64_t f = 1; f < F; ++f, to += N) std::memcpy(to, scratch.transposed + f * columns, 4 * N);
+    const bool streams = N % 16 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0;
+    for (int64_t f = 1; f < F; ++f, to += N)
+      streams ? stream(to, scratch.transposed + f * columns, N) : void(std::memcpy(to, scratch.transposed + f * columns, 4 * N));
   }
+  finish_streaming();
 }
 
 }  // namespace

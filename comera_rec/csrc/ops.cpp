@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <string>
@@ -374,6 +375,31 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
   return gradients;
 }
 
+// Calls run(bag, slot) with pointers to bag f of `few`, [B, F * N], and to bag slots[f] of `all`, [B, S * N], for all f and samples.
+template <class Run>
+void for_slots(const Tensor& few, const Tensor& all, const std::vector<int64_t>& slots, const Run& run) {
+  require_plain(few, "few", ScalarType::Float, "float32");
+  require_plain(all, "all", ScalarType::Float, "float32");
+  const int64_t features = int64_t(slots.size());
+  require(few.dim() == 2 && all.dim() == 2 && features > 0 && few.size(1) % features == 0 && few.size(1) > 0 &&
+              few.size(0) == all.size(0), "few has shape ", shape_of(few), " and all ", shape_of(all), ": give bags of as many samples");
+  const int64_t width = few.size(1) / features, row = all.size(1);
+  for (int64_t slot : slots) require(slot >= 0 && slot < row / width, "slots hold ", slot, ", but there are ", row / width);
+  float *few_at = static_cast<float*>(few.data_ptr()), *all_at = static_cast<float*>(all.data_ptr());
+  for (int64_t sample = 0; sample < few.size(0); ++sample, all_at += row)
+    for (int64_t slot : slots) run(few_at, all_at + slot * width, size_t(4 * width)), few_at += width;
+}
+
+void write_slots(Tensor all, Tensor few, std::vector<int64_t> slots) {
+  for_slots(few, all, slots, [](float* bag, float* slot, size_t bytes) { std::memcpy(slot, bag, bytes); });
+}
+
+Tensor read_slots(Tensor all, std::vector<int64_t> slots, int64_t width) {
+  Tensor few = reused({all.size(0), int64_t(slots.size()) * width});
+  for_slots(few, all, slots, [](float* bag, float* slot, size_t bytes) { std::memcpy(bag, slot, bytes); });
+  return few;
+}
+
 std::string cpu() { return kernels().name; }
 
 int64_t threads_used_last() { return threads_used.load(); }
@@ -399,6 +425,8 @@ STABLE_TORCH_LIBRARY(comera_rec, library) {
       "pool_backward_update(Tensor gradient, Tensor(a!)[] cores, Tensor(d!)[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, "
       "bool mean, int[] slots, int num_slots, int num_cols, int[] hot_blocks, int[] first_rows, Tensor(b!)[] first, "
       "Tensor(c!)[] second, int kind, float[] settings, int seed) -> (Tensor[] diagonals, Tensor weights)");
+  library.def("write_slots(Tensor(a!) all, Tensor few, int[] slots) -> ()");
+  library.def("read_slots(Tensor all, int[] slots, int width) -> Tensor");
   library.def("cpu() -> str");
   library.def("threads_used_last() -> int");
 }
@@ -407,6 +435,8 @@ STABLE_TORCH_LIBRARY_IMPL(comera_rec, CPU, library) {
   library.impl("plan_lookup", TORCH_BOX(&comera::plan_lookup));
   library.impl("pool", TORCH_BOX(&comera::pool));
   library.impl("pool_into", TORCH_BOX(&comera::pool_into));
+  library.impl("write_slots", TORCH_BOX(&comera::write_slots));
+  library.impl("read_slots", TORCH_BOX(&comera::read_slots));
   library.impl("pool_backward", TORCH_BOX(&comera::pool_backward));
   library.impl("pool_backward_update", TORCH_BOX(&comera::pool_backward_update));
 }

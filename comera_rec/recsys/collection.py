@@ -6,7 +6,6 @@ B batch size, F features (keys), L_f ids of feature f in a batch, N_f embedding_
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
-from comera_rec.ops.bags import Slots, Table
+from comera_rec.ops.bags import Slots, Table, write_slots
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
@@ -171,8 +170,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         assert bags is not None
         if self.dense_bags is not None:
             dense = self.dense_bags(features)
-            indices = torch.tensor([positions[self._dense_keys[name]] for name in dense.keys()])  # noqa: SIM118  of a KeyedTensor
-            bags = _Placed.apply(bags, dense.values(), indices)
+            of_dense = [positions[self._dense_keys[name]] for name in dense.keys()]  # noqa: SIM118  of a KeyedTensor
+            bags = write_slots(bags, dense.values(), of_dense)
         return bags
 
     def _rows(
@@ -356,23 +355,6 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def device(self) -> torch.device:
         """The device given at construction."""
         return self._device
-
-
-class _Placed(torch.autograd.Function):
-    """Bags [B, S * N] with others, [B, F * N], in the slots [F] that nothing has been written to."""
-
-    @staticmethod
-    def forward(ctx: Any, bags: Tensor, others: Tensor, slots: Tensor) -> Tensor:
-        ctx.width = others.shape[1] // len(slots)
-        ctx.save_for_backward(slots)
-        bags.unflatten(1, (-1, ctx.width)).index_copy_(1, slots, others.unflatten(1, (-1, ctx.width)))
-        ctx.mark_dirty(bags)
-        return bags
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (slots,) = ctx.saved_tensors
-        return grad, grad.unflatten(1, (-1, ctx.width)).index_select(1, slots).flatten(1), None
 
 
 def _takes_slots(table: TTEmbeddingBag) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.bags import cpu, gpu, reference
-from comera_rec.ops.bags.cpu import Slots
+from comera_rec.ops.bags.cpu import Slots, write_slots
 from comera_rec.ops.bags.table import HotBlock, Table
 from comera_rec.ops.plan import LookupPlan, PairPlan
 from data_pipeline.errors import UserError
@@ -33,6 +33,7 @@ __all__ = [
     "require_bags_impl",
     "resolve_bags_impl",
     "tt_bags",
+    "write_slots",
 ]
 
 

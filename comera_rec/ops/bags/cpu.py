@@ -161,6 +161,26 @@ class _Pool(torch.autograd.Function):
         )
 
 
+def write_slots(bags: Tensor, others: Tensor, slots: Sequence[int]) -> Tensor:
+    """Write other bags, [B, F * N], into slots [F] of what lookups have returned, [B, per_sample * N]; see `Slots`."""
+    written: Tensor = _WriteSlots.apply(bags, others.float().contiguous(), slots)
+    return written
+
+
+class _WriteSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bags: Tensor, others: Tensor, slots: Sequence[int]) -> Tensor:
+        ctx.slots, ctx.width = slots, others.shape[1] // len(slots)
+        ops.write_slots(bags, others, slots)
+        ctx.mark_dirty(bags)
+        return bags
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ops.read_slots(grad.contiguous(), ctx.slots, ctx.width), None
+
+
 def _split(tensors: Sequence[Tensor], num_cores: int, num_diagonals: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     beyond = num_cores + num_diagonals
     return list(tensors[:num_cores]), list(tensors[num_cores:beyond]), list(tensors[beyond:])
