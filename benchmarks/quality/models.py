@@ -37,6 +37,8 @@ from comera_rec.rank import rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
 
 RATES = (0.003, 0.01, 0.03)
+START_RATES = (0.0003, 0.001, 0.003)
+"""Those tried first from vectors, unless there is a teacher."""
 LR_HEAD = 0.002
 DECAY = 0.5  # part of the steps in which rates fall
 ADAPTIVE = ("TT adaptive", "TT + rows adaptive")
@@ -236,7 +238,7 @@ def _fit_(
 def _teacher(task: Task, seed: int) -> Model:
     """Train dense tables at each rate; return the model with the best NE on the validation split."""
     models = []
-    for lr in task.rates:
+    for lr in RATES if task.start == "random" else START_RATES:
         torch.manual_seed(seed)
         models.append(_model(task, "dense", 1))
         _fit_(models[-1], task, "dense", 1, lr, seed, None)

@@ -29,7 +29,7 @@ from benchmarks.harness.rows import Row
 from benchmarks.harness.trainings import Trained, at_best_rate, train_all
 from benchmarks.quality.data_sets import LOGS, ImplicitFeedback, Synth
 from benchmarks.quality.embeddings import PER_TABLE, SPLITS
-from benchmarks.quality.models import CONVERTED, RATES, Task, train
+from benchmarks.quality.models import CONVERTED, RATES, START_RATES, Task, train
 from benchmarks.quality.storage import DTYPES
 from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.tables import STD, DoesNotFit
@@ -42,8 +42,6 @@ METHODS = ("dense", *TT_METHODS, *PER_TABLE, "pruning", "PEP")
 """Those that figures and tables compare. `SPLITS` are compared only with each other."""
 MORE_RATES = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, *RATES, 0.1, 0.3, 1.0)
 """While the best rate of a case is the smallest or largest one tried, its neighbor here is tried, too."""
-START_RATES = (0.0003, 0.001, 0.003)
-"""Those tried first from vectors."""
 STDS = {"video": 0.01}
 """Standard deviations of initial entries that suit the dense table better than `STD`, by its NE on the validation split."""
 EVALUATIONS = 15
@@ -78,7 +76,7 @@ def tasks(settings: Settings) -> list[Task]:
                 dim=32,
                 batch=2048,
                 steps=20 if settings.quick else min(2000, 3 * epoch),  # longer training overfits with every method
-                rates=RATES[:1] if settings.quick else RATES if start == "random" else START_RATES,
+                rates=RATES[:1] if settings.quick else RATES if start == "random" or teacher == "dense" else START_RATES,
                 std=STDS.get(feedback.name, STD),
                 evaluations=EVALUATIONS,
             )
