@@ -15,14 +15,14 @@ constexpr int64_t kFinishNumbers = 64 << 10;                // of a part of a co
 // Sums of a core's gradients, one for each stripe.
 struct StripeSums {
   StripeSums(int64_t stripes, const Core& core)
-      : slices(core.slices), values(stripes * slices * core.size), touched(stripes * slices) {
-    std::memset(touched.get(), 0, size_t(stripes * slices));
-    for (int64_t s = 0; s < stripes; ++s) each.push_back({values.get() + s * slices * core.size, touched.get() + s * slices, core.size});
+      : slices(core.slices), values(stripes * slices * core.size), states(stripes * slices) {
+    std::memset(states.get(), Sums::untouched, size_t(stripes * slices));
+    for (int64_t s = 0; s < stripes; ++s) each.push_back({values.get() + s * slices * core.size, states.get() + s * slices, core.size});
   }
 
   int64_t slices;
   Buffer<float> values;
-  Buffer<uint8_t> touched;
+  Buffer<uint8_t> states;
   std::vector<Sums> each;
 };
 
@@ -91,11 +91,26 @@ class TableGradients {
     for (const HotTargets& hot : hot_) hot_projections_.emplace_back(stripes(), hot.projection.core);
     for (int64_t stripe = 0; stripe < stripes(); ++stripe)
       for (size_t b = 0; b < hot_.size(); ++b) hot_sums_.push_back({hot_[b].rows, hot_projections_[b].each[stripe]});
+    if (!finishes_at_once()) return;
+    uses_ = Buffer<uint8_t>(table_.right.slices);
+    std::memset(uses_.get(), 0, size_t(table_.right.slices));
+    for (int64_t u = table_.row_begin; u < table_.row_end; ++u) {
+      uint8_t& uses = uses_[lookups_.q[u] - table_.right.first];
+      uses = uint8_t(std::min(uses + 1, 2));
+    }
+    cut_gradients_ = Buffer<float>(stripes() * rounded(table_.rank));
+    std::fill_n(cut_gradients_.get(), stripes() * rounded(table_.rank), 0.0f);
   }
 
   void add_rows(int64_t stripe, const BagGradients& gradients, const Kernels& kernels, float* scratch) const {
-    const Stripe sums{
+    Stripe sums{
         outer_->each[stripe], inner_ ? inner_->each[stripe] : Sums{}, right_->each[stripe], hot_sums_.data() + stripe * hot_.size()};
+    if (finishes_at_once()) {
+      sums.left_target = &targets_[0];
+      sums.right_target = &targets_[1];
+      sums.uses = uses_.get();
+      sums.cut_gradient = cut_gradients_.get() + stripe * rounded(table_.rank);
+    }
     kernels.gradients_of_rows(table_, lookups_, gradients, bounds_[stripe], bounds_[stripe + 1], sums, scratch);
   }
 
@@ -113,6 +128,8 @@ class TableGradients {
     for (size_t b = 0; b < hot_.size(); ++b)
       finishing.add(hot_projections_[b], hot_[b].diagonal, hot_[b].rows.core.size, hot_[b].projection, hot_[b].diagonal_gradient);
     float* cut_gradient = diagonal_gradients_[left_pair_ != nullptr ? 1 : 0];
+    for (int64_t stripe = 0; finishes_at_once() && stripe < stripes(); ++stripe)
+      for (int64_t k = 0; k < table_.rank; ++k) cut_gradient[k] += cut_gradients_[stripe * rounded(table_.rank) + k];
     if (left_pair_ != nullptr) {
       finish_pair(finishing, *left_pair_, targets_, 0);
     } else {
@@ -168,6 +185,7 @@ class TableGradients {
     finishing.add(*inner_, pair.diagonal, pair.bond, targets[1 - outer], diagonal_gradients_[bond]);
   }
 
+  bool finishes_at_once() const { return left_pair_ == nullptr && right_pair_ == nullptr && table_.rank > 0; }
   int64_t work_before(int64_t u) const { return lookups_.starts[u] + kRowWork * u; }
   const Core& left_core() const { return left_pair_ != nullptr ? left_pair_->outer : table_.left; }
 
@@ -192,6 +210,8 @@ class TableGradients {
   std::vector<HotTargets> hot_;
   std::vector<StripeSums> hot_projections_;
   std::vector<HotSums> hot_sums_;  // [stripes, blocks]
+  Buffer<uint8_t> uses_;           // see Stripe
+  Buffer<float> cut_gradients_;    // [stripes, rank]
 };
 
 }  // namespace

@@ -95,8 +95,8 @@ int64_t block_floats(const Table& table) {
 }
 
 int64_t scratch_floats(const Table& table) {
-  return (table.left_pair == nullptr ? 0 : pair_floats(*table.left_pair)) + 2 * block_floats(table) + rounded(table.left.size) +
-         rounded(table.right.size) + 3 * rounded(int64_t(table.n1) * table.n2) + 2 * rounded(table.hot_width) + rounded(kBlockProducts);
+  return (table.left_pair == nullptr ? 0 : pair_floats(*table.left_pair)) + 2 * block_floats(table) + 2 * rounded(table.left.size) +
+         2 * rounded(table.right.size) + 3 * rounded(int64_t(table.n1) * table.n2) + 2 * rounded(table.hot_width) + rounded(kBlockProducts);
 }
 
 template <int N1, int N2>
@@ -188,26 +188,58 @@ COMERA_INLINE void sum_lookups(
   }
 }
 
+// Multiplies the gradient of a slice by the diagonal and gives it to the target; also adds to the gradient of the diagonal. Either
+// pointer may be null.
+COMERA_INLINE void finish_slice(
+    const Target& target, int64_t slice, float* total, const float* diagonal, int64_t rows, float* diagonal_gradient, float* widened) {
+  const Core& core = target.core;
+  if (diagonal_gradient != nullptr && rows > 0)
+    add_row_products(total, slice_of(core, slice + core.first, widened), rows, core.size / rows, diagonal_gradient);
+  if (diagonal != nullptr) scale_rows(total, diagonal, rows, core.size);
+  if (target.update == nullptr) {
+    narrow(total, core.number, core.size, offset(target.gradient, core.number, slice * core.size));
+  } else {
+    update_slice(core, *target.update, slice, total);
+  }
+}
+
 template <int N1, int N2>
 void gradients_of_rows(
     const Table& table, const Lookups& lookups, const BagGradients& gradients, int64_t first, int64_t beyond, int64_t last_lookup,
     const Stripe& stripe, Scratch scratch) {
   const int n1 = N1 > 0 ? N1 : table.n1, n2 = N2 > 0 ? N2 : table.n2, rank = table.rank;
-  const int64_t n = int64_t(n1) * n2;
+  const int64_t n = int64_t(n1) * n2, left_size = table.left.size, right_size = table.right.size;
   const int32_t *p = lookups.p, *q = lookups.q;
   float *sum = scratch.take(n), *turned = scratch.take(n), *row = scratch.take(n);
-  float *left_floats = scratch.take(table.left.size), *right_floats = scratch.take(table.right.size), *left_gradient = nullptr;
+  float *left_floats = scratch.take(left_size), *right_floats = scratch.take(right_size), *left_gradient = nullptr;
+  float *left_total = scratch.take(left_size), *right_total = scratch.take(right_size);
   HotRows hot(table, gradients.width, scratch);
   const float* left = nullptr;
+  const bool at_once = stripe.uses != nullptr;
+  // Left slices that this range shares with the ones before and after it.
+  const int64_t before = first > table.row_begin ? p[first - 1] : -1, after = beyond < table.row_end ? p[beyond] : -1;
+  const auto finish_left = [&](int64_t number) {
+    if (left_gradient != left_total) return;
+    finish_slice(*stripe.left_target, number - table.left.first, left_total, table.diagonal, rank, nullptr, left_floats);
+    stripe.left.states[number - table.left.first] = Sums::finished;
+  };
   for (int64_t u = first; u < beyond; ++u) {
     if (u == first || p[u] != p[u - 1]) {
+      if (u > first) finish_left(p[u - 1]);
       left = slice_of(table.left, p[u], left_floats);
-      left_gradient = touch(stripe.left, p[u] - table.left.first);
+      if (at_once && p[u] != before && p[u] != after) {
+        left_gradient = left_total;
+        std::memset(left_total, 0, 4 * left_size);
+      } else {
+        left_gradient = touch(stripe.left, p[u] - table.left.first);
+      }
     }
+    const int64_t right_slice = q[u] - table.right.first;
     if (u + kAhead < beyond) {
+      const int64_t later = q[u + kAhead] - table.right.first;
       prefetch_slice(table.left, p[u + kAhead]);
       prefetch_slice(table.right, q[u + kAhead]);
-      prefetch(stripe.right.values + (q[u + kAhead] - table.right.first) * stripe.right.size, 4 * stripe.right.size);
+      if (!at_once || stripe.uses[later] > 1) prefetch(stripe.right.values + later * right_size, 4 * right_size);
     }
     const float* right = slice_of(table.right, q[u], right_floats);
     const bool is_hot = hot.find(u);
@@ -222,8 +254,16 @@ void gradients_of_rows(
     }
     transpose(n1, n2, sum, turned);
     add_product<N2, N1>(n2, n1, right, turned, rank, left_gradient);
-    add_product<N1, N2>(n1, n2, left, sum, rank, touch(stripe.right, q[u] - table.right.first));
+    if (at_once && stripe.uses[right_slice] == 1) {
+      std::memset(right_total, 0, 4 * right_size);
+      add_product<N1, N2>(n1, n2, left, sum, rank, right_total);
+      finish_slice(*stripe.right_target, right_slice, right_total, table.diagonal, rank, stripe.cut_gradient, right_floats);
+      stripe.right.states[right_slice] = Sums::finished;
+    } else {
+      add_product<N1, N2>(n1, n2, left, sum, rank, touch(stripe.right, right_slice));
+    }
   }
+  if (first < beyond) finish_left(p[beyond - 1]);
 }
 
 void finish_sums(
@@ -235,8 +275,10 @@ void finish_sums(
   float* widened = scratch.take(core.size);
   for (int64_t slice = first; slice < beyond; ++slice) {
     float* total = nullptr;
+    bool is_finished = false;
     for (int s = 0; s < count; ++s) {
-      if (!stripes[s].touched[slice]) continue;
+      is_finished |= stripes[s].states[slice] == Sums::finished;
+      if (stripes[s].states[slice] != Sums::summed) continue;
       float* values = stripes[s].values + slice * core.size;
       if (total == nullptr) {
         total = values;
@@ -244,18 +286,10 @@ void finish_sums(
         add_scaled(total, values, 1.0f, core.size);
       }
     }
-    if (total == nullptr) {
-      if (target.update == nullptr)
-        std::memset(offset(target.gradient, core.number, slice * core.size), 0, core.size * bytes_of(core.number));
-      continue;
-    }
-    if (diagonal_gradient != nullptr && rows > 0)
-      add_row_products(total, slice_of(core, slice + core.first, widened), rows, core.size / rows, diagonal_gradient);
-    if (diagonal != nullptr) scale_rows(total, diagonal, rows, core.size);
-    if (target.update == nullptr) {
-      narrow(total, core.number, core.size, offset(target.gradient, core.number, slice * core.size));
-    } else {
-      update_slice(core, *target.update, slice, total);
+    if (total != nullptr) {
+      finish_slice(target, slice, total, diagonal, rows, diagonal_gradient, widened);
+    } else if (target.update == nullptr && !is_finished) {
+      std::memset(offset(target.gradient, core.number, slice * core.size), 0, core.size * bytes_of(core.number));
     }
   }
 }
@@ -284,12 +318,12 @@ void gradients_of_rows_by_size(
   float *products = scratch.take(block_floats(table)), *product_gradients = scratch.take(block_floats(table)), *rest = scratch.take(0);
   for_blocks(table, lookups, first, beyond, products, rest, [&](const Table& formed, int64_t u, int64_t end) {
     Stripe sums = stripe;
-    uint8_t touched[kBlockProducts] = {};
+    uint8_t states[kBlockProducts] = {};
     const Pair* pair = formed.left_pair;
     if (pair != nullptr) {
       std::memset(product_gradients, 0, 4 * formed.left.slices * formed.left.size);
-      std::memset(touched, 1, sizeof touched);
-      sums.left = {product_gradients, touched, formed.left.size};
+      std::memset(states, Sums::summed, sizeof states);
+      sums.left = {product_gradients, states, formed.left.size};
     }
     with_common_sizes(formed.n1, formed.n2, [&]<int N1, int N2>() {
       gradients_of_rows<N1, N2>(formed, lookups, gradients, u, end, lookups.starts[beyond], sums, scratch);

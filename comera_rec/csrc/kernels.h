@@ -112,10 +112,11 @@ struct BagGradients {
   float* scale_gradients = nullptr;  // [L] by lookup
 };
 
-// Sums of gradients [slices, size]; those of slices that were not touched are uninitialized.
+// Sums of gradients [slices, size]; only those of slices in state `summed` are initialized.
 struct Sums {
+  enum State : uint8_t { untouched, summed, finished };
   float* values = nullptr;
-  uint8_t* touched = nullptr;
+  uint8_t* states = nullptr;
   int64_t size = 0;
 };
 
@@ -129,6 +130,10 @@ struct HotSums {
 struct Stripe {
   Sums left, left_inner, right;  // if the left half is a pair, of its outer and its inner core
   const HotSums* hot = nullptr;  // of each block
+  // Of tables of two cores, whose slices are finished at once where no other row has them, or rows that follow each other.
+  const Target *left_target = nullptr, *right_target = nullptr;
+  const uint8_t* uses = nullptr;     // by right slice: how many rows have it, 2 for more
+  float* cut_gradient = nullptr;     // [rank], of the diagonal, by slices that were finished at once
 };
 
 struct Kernels {

@@ -317,7 +317,7 @@ void* state_of(const std::vector<Tensor>& states, size_t k, const Tensor& core, 
   if (states.empty()) return nullptr;
   const Tensor& state = states[k];
   if (is_by_slice) {
-    const int64_t slices = core.dim() == 4 ? core.size(1) : 1;
+    const int64_t slices = core.size(core.dim() == 4 ? 1 : 0);
     require(state.scalar_type() == ScalarType::Float && state.is_contiguous() && state.numel() == slices, name, "[", k,
             "] has shape ", shape_of(state), ": give a float32 number for each of ", slices, " slices");
   } else {
@@ -369,8 +369,10 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
   auto gradients = run_backward(gradient, arguments.batch, targets, weights.has_value());
   for (size_t k = cores.size(); k < count; ++k) {
     const Tensor& diagonal = diagonals[k - cores.size()];
-    const Core core{diagonal.data_ptr(), number_of(diagonal, "diagonals"), 1, diagonal.numel(), 0};
-    kernels().update_slice(core, updates[k], 0, static_cast<float*>(std::get<0>(gradients)[k - cores.size()].data_ptr()));
+    float* gradient = static_cast<float*>(std::get<0>(gradients)[k - cores.size()].data_ptr());
+    const int64_t slices = chosen == Update::Kind::row_wise_adagrad ? diagonal.numel() : 1, size = diagonal.numel() / std::max<int64_t>(slices, 1);
+    const Core core{diagonal.data_ptr(), number_of(diagonal, "diagonals"), slices, size, 0};
+    for (int64_t slice = 0; slice < slices; ++slice) kernels().update_slice(core, updates[k], slice, gradient + slice * size);
   }
   return gradients;
 }

@@ -135,8 +135,8 @@ void add_row_products(const float* a, const float* b, int64_t rows, int64_t colu
 
 COMERA_INLINE float* touch(const Sums& sums, int64_t slice) {
   float* values = sums.values + slice * sums.size;
-  if (!sums.touched[slice]) {
-    sums.touched[slice] = 1;
+  if (sums.states[slice] == Sums::untouched) {
+    sums.states[slice] = Sums::summed;
     std::memset(values, 0, 4 * sums.size);
   }
   return values;

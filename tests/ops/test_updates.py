@@ -144,7 +144,7 @@ def step_by_formula(
         first, second = state["exp_avg"] / (1 - b1 ** state["step"]), state["exp_avg_sq"] / (1 - b2 ** state["step"])
         change = lr * first / (second.sqrt() + eps) + (lr * decay if kind is ADAMW else 0)
     else:
-        slice_dims = [0, 2, 3] if parameter.dim() == 4 else [0]
+        slice_dims = [0, 2, 3] if parameter.dim() == 4 else [1]  # diagonals are (r, 1)
         square = (g * g).mean(slice_dims, keepdim=True).expand(g.shape) if kind is RowWiseAdagrad else g * g
         state["sum"] = torch.where(is_used, state.get("sum", initial) + square, state.get("sum", initial))
         change = lr * g / (state["sum"].sqrt() + eps)
@@ -160,10 +160,9 @@ def optimizer_of(parameter: Tensor) -> torch.optim.Optimizer:
     return optimizer
 
 
-def chosen(tables: nn.ModuleList, kind: type, which: str = "all") -> list[nn.Parameter]:
-    """All parameters, or only the cores, also if the optimizer doesn't accept vectors."""
-    with_diagonals = which == "all" and kind is not RowWiseAdagrad
-    return [parameter for parameter in tables.parameters() if with_diagonals or parameter.dim() == 4]
+def chosen(tables: nn.ModuleList, which: str = "all") -> list[nn.Parameter]:
+    """All parameters, or only the cores."""
+    return [parameter for parameter in tables.parameters() if which == "all" or parameter.dim() == 4]
 
 
 def as_stored(state: Tensor, actual: Tensor) -> Tensor:
@@ -181,7 +180,7 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> No
 @pytest.mark.parametrize(("which", "mode"), [("all", "sum"), ("cores", "mean"), ("all", "max")])
 def test_parameters_and_states_follow_the_formulas(order: int, kind: type, settings: dict[str, Any], which: str, mode: str) -> None:
     tables = make_tables(order)
-    updated = chosen(tables, kind, which)
+    updated = chosen(tables, which)
     apply(kind, updated, settings)
     expected = copy.deepcopy(tables).double().requires_grad_()
     states: list[dict[str, Any]] = [{} for _ in tables.parameters()]
@@ -217,7 +216,7 @@ def test_cores_of_16_bits(kind: type, settings: dict[str, Any], dtype: torch.dty
     """A step is computed in float32 and rounded once, also for slices of several blocks of numbers."""
     tables = make_tables(2, dtype, [TTShape((5, 4), (15, 3), (21,))])
     (batch,) = make_batches(tables, 1, lookups=9, dtype=dtype)
-    updated = chosen(tables, kind)
+    updated = chosen(tables)
     apply(kind, updated, settings)
     expected = copy.deepcopy(tables).double()
     before = [parameter.detach().clone() for parameter in tables.parameters()]
@@ -247,10 +246,10 @@ def test_updates_do_not_depend_on_the_number_of_threads(order: int, case: str, o
 
     def train() -> list[Tensor]:
         trained = copy.deepcopy(tables)
-        apply(kind, chosen(trained, kind), settings)
+        apply(kind, chosen(trained), settings)
         for batch in batches:
             backward(trained, batch)
-        states = [optimizer_of(parameter).state[parameter] for parameter in chosen(trained, kind)]
+        states = [optimizer_of(parameter).state[parameter] for parameter in chosen(trained)]
         return [
             *(parameter.detach() for parameter in trained.parameters()),
             *(value for state in states for value in state.values()),
@@ -322,7 +321,7 @@ def test_row_wise_sums_of_bfloat16_cores_are_float32_after_loading_too() -> None
     # torch converts states to the dtype of their parameter.
     tables = make_tables(2, torch.bfloat16)
     batches = make_batches(tables, 2, dtype=torch.bfloat16)
-    cores = chosen(tables, RowWiseAdagrad)
+    cores = chosen(tables, "cores")
     apply(RowWiseAdagrad, cores, {"lr": 0.1})
     backward(tables, batches[0])
     for core in cores:
@@ -442,7 +441,7 @@ def test_nothing_is_updated_without_a_backward(context: Callable) -> None:
 def test_batches_without_ids_change_no_slice() -> None:
     tables = make_tables(3)
     (used, *_) = make_batches(tables, 1)
-    apply(ADAM, chosen(tables, ADAM, "cores"), {"lr": 0.1})
+    apply(ADAM, chosen(tables, "cores"), {"lr": 0.1})
     backward(tables, used)
     values = [core.detach().clone() for table in tables for core in table.cores()]
     none = torch.zeros(0, dtype=torch.int64)

@@ -194,8 +194,8 @@ def _state(kind: Kind, parameter: Tensor, state: dict[str, Any], group: dict[str
     existing: Tensor | None = state.get(name)
     initial = group.get("initial_accumulator_value", 0.0)
     if kind is ROW_WISE:
-        # The optimizer makes sums for the rows of a matrix; a core has one for each slice.
-        slices = (parameter.shape[1],)
+        # The optimizer makes sums for the rows of a matrix, as diagonals are; a core has one for each slice.
+        slices = (parameter.shape[1],) if parameter.dim() == 4 else (parameter.shape[0], 1)
         if existing is None or existing.shape != slices:
             state[name] = torch.full(slices, initial, dtype=torch.float32, device=parameter.device)
         elif existing.dtype != torch.float32:  # torch converts what it loads to the dtype of the core
@@ -258,10 +258,8 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
     kinds = {optimizer and kind_of(*optimizer) for optimizer in set(core_optimizers)}
     if len(kinds) == 1 and (kind := kinds.pop()) is not None:
         diagonal_optimizers = [_optimizer_of(diagonal) for diagonal in diagonals]
-        if (
-            kind is ROW_WISE  # which has a sum for each row of a diagonal, in its own step
-            or any(optimizer is None or kind_of(*optimizer) is not kind for optimizer in set(diagonal_optimizers))
-            or not all(diagonal.is_contiguous() for diagonal in diagonals)
+        if any(optimizer is None or kind_of(*optimizer) is not kind for optimizer in set(diagonal_optimizers)) or not all(
+            diagonal.is_contiguous() for diagonal in diagonals
         ):
             diagonal_optimizers = []
         optimizers = [optimizer for optimizer in (*core_optimizers, *diagonal_optimizers) if optimizer is not None]
