@@ -36,6 +36,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kaggle-model": tables.kaggle_model,
     "lookup": partial(tables.lookup, tables.XEON),
     "lookup-avx2": partial(tables.lookup, tables.EPYC_AVX2),
+    "lookup-by-batch": tables.lookup_by_batch,
     "lookup-gpu": tables.lookup_on_gpu,
     "linear": tables.linear,
     "transformer": tables.transformer,

@@ -55,6 +55,8 @@ NOT_EQUAL = ("CCE",)  # its budget leaves out the bytes of the codes
 SPLIT_DATA = {"synth": "logs"}
 FEEDBACK = ("ml1m", "video")
 STARTS = ("random", "vectors")
+KNOWLEDGE = {("random", "none"): "", ("vectors", "none"): ", from vectors", ("vectors", "dense"): ", from vectors, distilled"}
+"""Start and teacher -> how a table calls them."""
 MEANING = "quality --data DATA --only order=similarity,start=vectors,dtype=int8"
 FOUND_OR_FIXED = ("TT fixed", "TT + rows", *SPLITS)
 RAN_ON = (XEON, EPYC_AVX2, EPYC_AVX512)
@@ -141,25 +143,30 @@ def quality_of_splits() -> str:
 def quality_with_meaning() -> str:
     """NE and AUC of tables of equal bytes in int8, whose ids are in an order of similarity, from random values and from vectors."""
     lines, sizes = [], (10, 50, 100)
-    by_start = {start: chosen(_committed(), "int8", "similarity", start) for start in STARTS}
+    by_knowledge = _by_knowledge()
     for data in FEEDBACK:
         dense = [_dense(data, start) for start in STARTS]
         title = f"{DATA_SETS[data]}; dense float32 {_ne_and_auc(dense[0])}, from vectors {_ne_and_auc(dense[1])}"
         lines.append([title, *[""] * len(sizes)])
         runs = {
-            (method, start): [select(rows, data=data, provider=method, compression=size) for size in sizes]
+            NAMES[method] + name: [select(rows, data=data, provider=method, compression=size) for size in sizes]
             for method in NAMES
-            for start, rows in by_start.items()
+            for name, rows in by_knowledge.items()
         }
         best = [min((_mean_ne(of[k]) for of in runs.values() if len(of[k]) == SEEDS), default=0) for k in range(len(sizes))]
-        for (method, start), of in runs.items():
+        for name, of in runs.items():
             if any(len(each) == SEEDS for each in of):
                 cells = [
                     f"**{_ne_and_auc(each)}**" if each and _mean_ne(each) == best[k] else _ne_and_auc(each)
                     for k, each in enumerate(of)
                 ]
-                lines.append([NAMES[method] + ", from vectors" * (start == "vectors"), *cells])
+                lines.append([name, *cells])
     return markdown(["NE, AUC", *(f"{size}x" for size in sizes)], lines) + source(EPYC_AVX512, "quality", MEANING)
+
+
+def _by_knowledge() -> dict[str, list[Row]]:
+    """The runs in int8 and in order of similarity, by what they know."""
+    return {name: chosen(_committed(), "int8", "similarity", *knowledge) for knowledge, name in KNOWLEDGE.items()}
 
 
 def quality_with_groups() -> str:
@@ -218,10 +225,10 @@ def quality_of_decays() -> str:
 
 def equal_bytes() -> str:
     """NE and AUC of dense tables, of TT tables in int8 at a tenth of their bytes, and of the best rival at these bytes."""
-    by_start = [chosen(_committed(), "int8", "similarity", start) for start in STARTS]
     lines = []
     for data in FEEDBACK:
-        runs = {method: [select(rows, data=data, provider=method, compression=10) for rows in by_start] for method in NAMES}
+        by_knowledge = _by_knowledge().values()
+        runs = {method: [select(rows, data=data, provider=method, compression=10) for rows in by_knowledge] for method in NAMES}
         whole = {method: [of for of in both if len(of) == SEEDS] for method, both in runs.items() if method != "dense"}
         best = {method: min(both, key=_mean_ne) for method, both in whole.items() if both}
         rival = min((method for method in best if not method.startswith("TT")), key=lambda method: _mean_ne(best[method]))

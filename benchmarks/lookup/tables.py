@@ -126,6 +126,7 @@ def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
         *(sized(rows=criteo_rows(dim), dim=dim, batch=batch, zipf=zipf) for dim, batch, zipf in sizes),
         *(sized(order=order, rank=rank, batch=batch) for order, rank in ranks for batch in (16_384, 20_000)),
         *(sized(batch=4096, bag=10, zipf=zipf) for zipf in (ZIPF, 0)),
+        *(sized(rank=rank, batch=batch, providers=(FBGEMM, UPDATED)) for batch in (512, 2048) for rank in (8, 16, 32)),
     ]
     return sorted(dict.fromkeys(grid), key=lambda case: case.dim)
 
@@ -285,13 +286,14 @@ class LookupWorkload:
         collection = cr.TTEmbeddingBagCollection(configs, device=self._device)
         collection.tt_bags.load_state_dict(self.tt_tables.bags.state_dict())
         module = PooledValues(collection)
-        optimizer, shown = _adagrad(module), partial(parameter_gradients, collection.tt_bags)
+        shown = partial(parameter_gradients, collection.tt_bags)
         features = [
             (KeyedJaggedTensor([f"f{t}" for t in range(len(batch.ids))], batch.values, lengths=batch.all_offsets.diff()),)
             for batch in self.batches
         ]
         if not updated:
-            return TorchProvider(module, features, self.upstream, optimizer=optimizer, shown=shown)
+            return TorchProvider(module, features, self.upstream, optimizer=_adagrad(module), shown=shown)
+        optimizer = torchrec.optim.RowWiseAdagrad(module.parameters(), lr=LR, eps=EPS)
         return UpdatedProvider(module, features, self.upstream, optimizer=optimizer, prefix="collection.tt_bags.")
 
     def _without_torchrec(self) -> TorchProvider:
