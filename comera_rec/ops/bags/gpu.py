@@ -225,7 +225,8 @@ class _UpdatingPool(torch.autograd.Function):
             weight_gradients = call.gradients_of_weights(grad, targets)
         num_cores, diagonals_end = len(updates.cores), None
         if updates.diagonals is not None:
-            diagonals_end = Ending(kind, states[num_cores:] or diagonals, rules[1])
+            of_numbers = "Adagrad" if kind == ROW_WISE.name else kind  # a row of a diagonal is one number
+            diagonals_end = Ending(of_numbers, states[num_cores:] or diagonals, rules[1])
         elif diagonals:
             flat = grad.new_zeros(sum(map(len, diagonals)), dtype=diagonals[0].dtype)
             diagonals_end = Ending("gradient", flat.split([len(each) for each in diagonals]))
