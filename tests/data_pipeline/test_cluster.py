@@ -123,5 +123,5 @@ def test_unreachable_scheduler(options: PreprocessOptions, monkeypatch: pytest.M
 
 def test_without_dask(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(ValueError, match="`scheduler` local needs Dask: run pip install distributed"):
+    with pytest.raises(ValueError, match=r"distributed is not installed: run pip install 'comera-rec\[dask\]'"):
         preprocess(replace(options, scheduler="local"))

@@ -224,7 +224,7 @@ def test_files_that_are_not_our_packages(package: Callable, tmp_path: Path) -> N
         ServingModel(tmp_path / "other.pt2")
     with pytest.raises(ValueError, match=f"has format version {FORMAT_VERSION + 1} and this library reads {FORMAT_VERSION}"):
         ServingModel(rewritten(good, tmp_path, lambda record: record.update({"format_version": FORMAT_VERSION + 1})))
-    with pytest.raises(ValueError, match=r"has metadata that can't be read \(inputs\): export the model again"):
+    with pytest.raises(ValueError, match=r"has metadata that can't be read \('inputs'\): export the model again"):
         read_metadata(rewritten(good, tmp_path, lambda record: record.pop("inputs")))
 
 
