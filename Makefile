@@ -77,8 +77,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Warnings are errors, including those about dead links between pages.
+# Tables and figures must be those of the committed rows. Warnings are errors, including those about dead links between pages.
 docs: install
+	$(BIN)/python -m benchmarks.pages --check
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
 
 # Builds and checks a wheel and an sdist, then trains, exports and serves with the wheel in an environment without extras.

@@ -5,25 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, stdev
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
-from benchmarks.harness.measure import Settings
-from benchmarks.harness.rows import RowWriter
-from benchmarks.pages import plot_rows
-from benchmarks.quality import runs as quality
 from benchmarks.quality.codes import Clustered, MultiGranular, k_means
 from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows
-from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, SPLITS, Embeddings, shares
-from benchmarks.quality.models import Model, Task, train
+from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, Embeddings, shares
+from benchmarks.quality.models import Task, train
 from benchmarks.quality.pruning import Thresholded, ThresholdSearch
 from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.storage import round_, round_stochastically_
-from benchmarks.quality.summary import quality_table, table
 from benchmarks.quality.tables import Digits, DoesNotFit
 from comera_rec.convert.start import starting_rows
 
@@ -130,18 +123,6 @@ def test_tables_share_a_budget_by_size_unless_the_smallest_form_is_larger() -> N
         shares((4000, 1000), 8, 200, Digits)
 
 
-def test_splits_give_a_share_of_the_bytes_to_one_block_and_are_off_unless_named(task: Task) -> None:
-    model = Model(task, "TT + 0.75 at 4", 10)
-    assert [len(table.bag.hot_rows) for table in model.embeddings.tables] == [1, 1]
-    hot = [table.bag.num_hot_rows * 4 + 4 * (8 + 1) for table in model.embeddings.tables]
-    assert sum(hot) == pytest.approx(0.75 * model.embeddings.budget, rel=0.02)
-    assert 0.9 * model.embeddings.budget < model.embeddings.num_bytes()[0] / 4 <= model.embeddings.budget
-    with pytest.raises(DoesNotFit):
-        Model(task, "TT + 0.25 at N", 50)
-    for only, methods in (({}, set()), ({"method": "TT + *"}, set(SPLITS))):
-        assert {sizes["method"] for sizes, _ in quality._cases(task, Settings(only=only))} & set(SPLITS) == methods
-
-
 @pytest.mark.parametrize("kind", [Clustered, MultiGranular, lambda counts, dim, budget: Thresholded(len(counts), dim)])
 def test_tables_learn_rows(kind: Callable[[Tensor, int, int], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -221,26 +202,6 @@ def test_pep_keeps_the_entries_that_exceed_their_thresholds_most() -> None:
     tables[0].mask = masks[0].float()
     assert torch.equal(tables[0](torch.tensor([2])), torch.tensor([[-0.7, 0.0]]))
     assert tables[0].num_bytes() == (12, 12)
-
-
-def test_each_method_is_trained_at_its_rates_and_tabulated(task: Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(quality, "tasks", lambda settings: [task])
-    monkeypatch.setattr(quality, "METHODS", ("dense", "low rank", "hashing"))
-    monkeypatch.setattr(quality, "BUDGETS", (10,))
-    monkeypatch.setattr(quality, "MORE_RATES", ())
-    rows = [row for case in quality.run(Settings()) for row in case]
-    assert [row.provider for row in rows] == ["dense", "dense", "hashing", "hashing", *["dense", "hashing"] * 2], "no low rank fits"
-    nes = [row.p50 for row in quality.chosen(rows) if row.provider == "hashing"]
-    lines = quality_table(rows).splitlines()
-    assert lines[0] == "| tiny, 20 steps | 10x |"
-    assert lines[3] == f"| hashing | {mean(nes):.4f} ± {stdev(nes):.4f} |"
-    results = tmp_path / "quality.jsonl"
-    with RowWriter(results) as writer:
-        writer.write(rows)
-    refused = CliRunner().invoke(table, [str(results), "--data", "ads"]).exception
-    assert "has no rows of data set 'ads': name another, or leave out --data" in str(refused)
-    plot_rows(rows, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_implicit_feedback_draws_no_negative_that_the_user_had(tmp_path: Path) -> None:

@@ -127,12 +127,6 @@ def test_mistakes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.tsv", "loop"]
 
 
-@pytest.mark.parametrize("command", ["synth", "preprocess"])
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(command, "--help") == 0
-    assert f"Example:\n    comera {command} --" in capsys.readouterr().out
-
-
 def test_logs_are_ordered_by_their_numbers(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """day_10 is before day_2 in a shell's order, and in that of patterns, so the last file would not be the last day."""
     days = [str(log.parent / f"day_{day}") for day in (0, 10, 2)]

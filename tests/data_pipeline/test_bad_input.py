@@ -97,9 +97,7 @@ def test_malformed_lines_up_to_a_limit(tmp_path: Path, write_log: WriteLog) -> N
 def test_a_blank_last_line_is_no_row(tmp_path: Path, write_log: WriteLog, end: str) -> None:
     """Wherever the last part begins; more blank lines are malformed."""
     text = to_text(ROWS).replace(b"\n", end.encode())
-    for number, (name, part_bytes) in enumerate(
-        (name, size) for name in ("log.tsv", "log.gz") for size in (1 << 20, len(text) // 3, len(text))
-    ):
+    for number, (name, part_bytes) in enumerate((("log.tsv", 1 << 20), ("log.tsv", len(text)), ("log.gz", len(text) // 3))):
         run(write_log(text + end.encode(), name), tmp_path / str(number), part_bytes=part_bytes)
         assert read_manifest(tmp_path / str(number)).rows.read == 30
     with pytest.raises(ValueError, match=r"log.tsv:31: blank line"):

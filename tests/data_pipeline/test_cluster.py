@@ -107,11 +107,6 @@ def test_resumes_where_threads_stopped(
     assert files_of(options.output) == on_threads
 
 
-def test_local(options: PreprocessOptions, on_threads: dict[str, bytes]) -> None:
-    preprocess(replace(options, scheduler="local", workers=1))
-    assert files_of(options.output) == on_threads
-
-
 def test_unreachable_scheduler(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_pipeline.pool._WAIT_SECONDS", 1)
     with socket.socket() as unused:  # no process listens on it

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
+import pytest
+from warm_command import comera_on_path
 
 from data_pipeline.manifest import read_manifest
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "your-logs.md"
 
 
-def test_commands_run(tmp_path: Path) -> None:
+def test_commands_run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 7
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     script = "set -e\n" + "".join(blocks)
-    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    with comera_on_path(tmp_path_factory.mktemp("bin")) as environment:
+        done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "report.html").exists()
     assert "extended matches its manifest: 500 rows" in done.stdout

@@ -30,7 +30,6 @@ from tests.training.run_folders import DENSE, assert_same_run, lines, losses, va
 
 RANKS = ["ranks.early_steps=4", "ranks.late_steps=4", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.threshold=0.9"]
 FORMATS = {
-    "compressed": [],
     "hot rows that shrink": ["tables.hot_rows=0.5", *RANKS],
     "adagrad": ["optimizer.name=adagrad"],
     "dense": DENSE,
