@@ -26,7 +26,7 @@ from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
 from data_pipeline.synth import SynthOptions, synth
-from tests.training.run_folders import DENSE, assert_same_run, lines, losses, validation, weights
+from tests.training.run_folders import DENSE, assert_close, assert_same_run, lines, losses, validation, weights
 
 RANKS = ["ranks.early_steps=4", "ranks.late_steps=4", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.threshold=0.9"]
 FORMATS = {
@@ -70,7 +70,7 @@ def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_ho
     for name in ("auc", "ne", "logloss", "params", "bytes"):
         assert resumed[name] == result[name], name
     state = weights(whole)
-    assert all(torch.equal(value, weights(part)[name]) for name, value in state.items())
+    assert_close(weights(part), state)
 
     for layer in result["layers"]:
         of_layer = [tensor for name, tensor in state.items() if name.rpartition(".")[0] == layer["name"]]
@@ -156,7 +156,7 @@ def test_sigterm_leaves_a_checkpoint_and_the_run_resumes(
             run(config_file)
     assert stop.value.exit_status == 143
     folder, _ = run(config_file)
-    assert all(torch.equal(value, weights(folder)[name]) for name, value in weights(whole).items())
+    assert_close(weights(folder), weights(whole))
 
 
 def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
