@@ -1,9 +1,8 @@
-"""TorchRec's training script in dense and in tensor-train form: two lines differ, and both train under torchrun."""
+"""TorchRec's training script in dense and in tensor-train form: both train under torchrun."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 import runpy
@@ -19,23 +18,6 @@ from comera_rec.testing import CONTEXT
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "torchrec"
-
-
-def changed_lines() -> list[str]:
-    """Changed lines of the unified diff, without blank ones."""
-    dense, tensor_train = ((EXAMPLES / name).read_text().splitlines() for name in ("train_dlrm.py", "train_dlrm_tt.py"))
-    diff = list(difflib.unified_diff(dense, tensor_train, n=0, lineterm=""))[2:]
-    return [line for line in diff if line[1:].strip() and not line.startswith("@@")]
-
-
-def test_two_lines_differ_and_the_guide_shows_them() -> None:
-    changed = changed_lines()
-    assert changed[0] == "+import comera_rec as cr"
-    assert [line[0] for line in changed[1:]] == ["-", "+", "-", "+"]
-    (shown,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "guides" / "processes.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert [line[0] + line[1:].strip() for line in shown.splitlines() if line[0] in "+-"] == [
-        line[0] + line[1:].strip() for line in changed
-    ]
 
 
 def under_torchrun(example: Path) -> str:

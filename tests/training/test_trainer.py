@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from comera_rec.recsys import TTEmbeddingBagCollection
-from comera_rec.training import trainer as trainer_module
 from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import evaluate
@@ -118,24 +115,6 @@ def test_a_run_that_ends_above_its_target_size_says_so(config_file: Path, capsys
     assert "above their target of 200: start a new run with" in capsys.readouterr().err
     run(config_file, *settings, f"output={config_file.parent / 'budget'}")
     assert "above their target" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("cores", "ahead"), [(1, False), (2, True)])
-def test_plans_are_made_ahead_if_a_core_is_idle(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, cores: int, ahead: bool
-) -> None:
-    monkeypatch.setattr(trainer_module, "available_cores", lambda: cores)  # the tests run on one thread
-    trainer = Trainer(load_config(config_file, []))
-    made, original = [], TTEmbeddingBagCollection._plan_group
-    monkeypatch.setattr(
-        TTEmbeddingBagCollection,
-        "_plan_group",
-        lambda *args, **settings: made.append((threading.current_thread().name, settings)) or original(*args, **settings),
-    )
-    batches = iter(trainer.loader)
-    losses = [trainer._step(batches) for _ in range(3)]
-    assert all(loss.isfinite() for loss in losses)
-    assert set(map(str, made)) == {str(("BatchLoader", {"parallel": False}) if ahead else ("MainThread", {}))}
 
 
 def test_loss_falls(config_file: Path) -> None:

@@ -32,12 +32,6 @@ def test_factors_cover_the_size_in_balance_and_waste_little(size: tuple[int, int
     assert sum(factors) <= max(2.0 * order * root, order * (math.ceil(root) + 1))
 
 
-@pytest.mark.parametrize("order", [2, 3, 4, 5, 6, 7, 8])
-@pytest.mark.parametrize("base", [2, 3, 5, 10])
-def test_perfect_powers_split_evenly(base: int, order: int) -> None:
-    assert factorize(base**order, order) == (base,) * order
-
-
 @pytest.mark.parametrize(
     ("n", "order", "expected"),
     [(64, 2, (8, 8)), (128, 2, (16, 8)), (16, 4, (2, 2, 2, 2)), (1_000_000, 3, (100, 100, 100)), (768, 3, (12, 8, 8))],
