@@ -22,13 +22,7 @@ from comera_rec.training.runs import load_run
 from comera_rec.training.trainer import Trainer
 from comera_rec.tt import factorize
 from data_pipeline.manifest import read_manifest
-from tests.training.run_folders import DENSE
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    return int(stop.value.code or 0)
+from tests.training.run_folders import DENSE, call
 
 
 def test_train_evaluate_report_export(

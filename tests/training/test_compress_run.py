@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from comera_rec.cli.main import main
 from comera_rec.convert import compression_report, fit_tables_
 from comera_rec.nn import named_tt_modules
 from comera_rec.training import compress
@@ -17,12 +16,7 @@ from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config
 from comera_rec.training.runs import load_run
 from comera_rec.training.trainer import Trainer
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    return int(stop.value.code or 0)
+from tests.training.run_folders import call
 
 
 @pytest.fixture
