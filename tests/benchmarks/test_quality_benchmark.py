@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.quality.codes import Clustered, MultiGranular, k_means
+from benchmarks.quality.codes import Clustered, MultiGranular
 from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows
 from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, Embeddings, shares
 from benchmarks.quality.models import Task, train
 from benchmarks.quality.pruning import Thresholded, ThresholdSearch
 from benchmarks.quality.storage import METHODS as STORED_METHODS
-from benchmarks.quality.storage import round_, round_stochastically_
+from benchmarks.quality.storage import round_stochastically_
 from benchmarks.quality.tables import Digits, DoesNotFit
 from comera_rec.convert.start import starting_rows
 
@@ -104,17 +104,6 @@ def test_numbers_are_rounded_without_bias() -> None:
     assert table.weight.mean().item() == pytest.approx(1 + 2**-9, abs=2e-4)
 
 
-def test_numbers_of_one_byte_are_rounded_by_row() -> None:
-    table = nn.Linear(16, 2, bias=False)
-    with torch.no_grad():
-        table.weight[1] *= 1000
-    before = table.weight.detach().clone()
-    round_(table, torch.int8)
-    steps = before.abs().amax(1, keepdim=True) / 127
-    assert (table.weight - before).abs().le(0.501 * steps).all()
-    assert not torch.equal(table.weight, before)
-
-
 def test_tables_share_a_budget_by_size_unless_the_smallest_form_is_larger() -> None:
     assert (Digits.least(4000, 8), Digits.least(1000, 8)) == (6 * 4 * 8, 5 * 4 * 8), "digits of base 4"
     assert shares((4000, 1000), 8, 10, Digits) == [3200, 800]
@@ -153,14 +142,6 @@ def test_cce_gives_ids_with_similar_rows_the_same_code() -> None:
     with torch.no_grad():
         table.hashed[:50] = 1  # the first quarter's
     assert torch.allclose(table(ids) - after, torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0]))
-
-
-def test_k_means_mixes_no_blobs() -> None:
-    torch.manual_seed(0)
-    blobs = torch.tensor([[0.0, 0], [9, 0], [0, 9]]).repeat_interleave(20, dim=0)
-    vectors, nearest = k_means(blobs + 0.1 * torch.randn(60, 2), 30)
-    assert (vectors[nearest] - blobs).abs().max() < 1, "an id's vector lies in its blob"
-    assert vectors.isfinite().all(), "vectors that lost all members stay"
 
 
 def test_mgqe_gives_rare_ids_the_first_vectors_and_pulls_rows_and_vectors_together() -> None:

@@ -158,21 +158,6 @@ def test_empty_splits_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "\n  no row is in test\n" in capsys.readouterr().out
 
 
-def test_transform(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("preprocess", "--input", log, "--output", tmp_path / "data") == 0
-    capsys.readouterr()
-    new = ("transform", "--data", tmp_path / "data", "--input", log, "--output")
-    assert run(*new, tmp_path / "new") == 0
-    captured = capsys.readouterr()
-    assert "splits: train 160, val 20, test 20" in captured.out
-    assert captured.err == ""
-    assert run(*new, tmp_path / "all", "--split", "test") == 0
-    assert "splits: train 0, val 0, test 200" in capsys.readouterr().out
-    for name in ("new", "all"):
-        assert run("verify", "--data", tmp_path / name) == 0
-        assert run("inspect", "--data", tmp_path / name) == 0
-
-
 @pytest.mark.parametrize(
     ("text", "hours"), [("1970-01-01T12:00", 12), ("1970-01-01T12:00Z", 12), ("1970-01-01T12:00+06:00", 6), ("7200", 2)]
 )

@@ -13,7 +13,7 @@ import torch
 from comera_rec.cli.main import main
 from comera_rec.training.checkpoint import checkpoint_at
 from comera_rec.training.config import OptimizerConfig, load_config
-from comera_rec.training.evaluation import BestSoFar, evaluate
+from comera_rec.training.evaluation import evaluate
 from comera_rec.training.runs import load_run, open_run
 from comera_rec.training.step import rate_factor
 from comera_rec.training.trainer import Trainer
@@ -154,9 +154,3 @@ def test_no_checkpoint_is_the_best_while_ranks_shrink(config_file: Path) -> None
     measured = validation(trainer.folder)
     assert result["best_step"] == min((step for step in measured if step >= 8), key=lambda step: measured[step])
     assert min(measured, key=lambda step: measured[step]) < 8
-
-
-def test_best_so_far() -> None:
-    best = BestSoFar()
-    assert [best.observe(step, ne) for step, ne in ((1, 0.9), (2, 0.9), (3, 0.8), (4, 0.85))] == [True, False, True, False]
-    assert best == BestSoFar(step=3, ne=0.8, since=1)

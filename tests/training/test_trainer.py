@@ -23,7 +23,7 @@ from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
 from data_pipeline.synth import SynthOptions, synth
-from tests.training.run_folders import DENSE, assert_close, assert_same_run, lines, losses, validation, weights
+from tests.training.run_folders import DENSE, assert_close, assert_same_run, lines, weights
 
 RANKS = ["ranks.early_steps=4", "ranks.late_steps=4", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.threshold=0.9"]
 FORMATS = {
@@ -96,6 +96,7 @@ def test_ranks_shrink_to_the_target_and_a_loaded_run_predicts_as_it_was_trained(
     target = history[-1]["target_params"]
     assert target < history[0]["params"]
     assert abs(history[-1]["params"] - target) <= 0.02 * target
+    assert any((trainer.folder / "tensorboard").iterdir())
 
     model, _, _ = load_run(config.output)
     again = evaluate(model, trainer._batches("test", shuffle=False), torch.device("cpu"))
@@ -115,14 +116,6 @@ def test_a_run_that_ends_above_its_target_size_says_so(config_file: Path, capsys
     assert "above their target of 200: start a new run with" in capsys.readouterr().err
     run(config_file, *settings, f"output={config_file.parent / 'budget'}")
     assert "above their target" not in capsys.readouterr().err
-
-
-def test_loss_falls(config_file: Path) -> None:
-    folder, result = run(config_file, "training.steps=60", "training.eval_every=20")
-    assert sum(losses(folder)[-3:]) < sum(losses(folder)[:3])
-    assert result["auc"] > 0.55
-    assert list(validation(folder)) == [20, 40, 60]
-    assert any((folder / "tensorboard").iterdir())
 
 
 def test_sigterm_leaves_a_checkpoint_and_the_run_resumes(
