@@ -77,11 +77,12 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Warnings are errors, including those about dead links between pages.
+# Tables and figures must be those of the committed rows. Warnings are errors, including those about dead links between pages.
 docs: install
+	$(BIN)/python -m benchmarks.pages --check
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
 
-# Builds and checks a wheel and an sdist, then looks up a bag with the wheel's compiled operators in a clean environment.
+# Builds and checks a wheel and an sdist, then trains, exports and serves with the wheel in an environment without extras.
 DIST_PYTHON ?= 3.11
 DIST_WITH ?= torch==2.13.* torchrec==1.8.* fbgemm-gpu-cpu==1.8.*
 dist: install
@@ -92,8 +93,7 @@ dist: install
 	$(BIN)/uv venv --quiet --python $(DIST_PYTHON) build/clean
 	echo "fbgemm-gpu ; python_version < '3'" > build/overrides.txt
 	$(BIN)/uv pip install --quiet --python build/clean/bin/python --overrides build/overrides.txt $(DIST_WITH) dist/*.whl
-	cd build/clean && bin/python -c "import torch, comera_rec as cr; \
-		print(cr.__file__, cr.TTEmbeddingBag(1000, 16, tt_ranks=4)(torch.tensor([[1, 999]])).shape)"
+	cd build/clean && bin/python $(CURDIR)/tests/core_alone.py
 
 bench: install
 	$(BIN)/python -m benchmarks.run all --quick

@@ -9,6 +9,8 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from data_pipeline.errors import naming_extras
+
 if TYPE_CHECKING:
     from comera_rec.convert import TableCompression, compress_, compression_report, export_dense
     from comera_rec.data.order import similarity_order
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from comera_rec.serving.export import export
     from comera_rec.tt import TTShape
 
-_LAYERS = ("tt", "nn", "rank", "recsys", "convert", "recsys.sharding", "data.order", "serving.export")  # cheapest import first
+_LAYERS = ("tt", "nn", "rank", "recsys", "convert", "recsys.sharding", "serving.export", "data.order")  # cheapest import first
 
 __version__ = "0.2.0"
 __all__ = [
@@ -54,7 +56,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     for layer in _LAYERS if name in __all__ else ():
-        module = importlib.import_module(f"comera_rec.{layer}")
+        with naming_extras():
+            module = importlib.import_module(f"comera_rec.{layer}")
         found = getattr(module, name, None)
         if found is not None and not isinstance(found, ModuleType):  # convert.export is another module
             globals()[name] = found

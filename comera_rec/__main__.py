@@ -1,6 +1,24 @@
-"""`python -m comera_rec`, the same as `comera`, for environments whose scripts aren't on the path."""
+"""`comera`, also as `python -m comera_rec`: starts the command line, or says which extra that needs."""
 
-from comera_rec.cli.main import main
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NoReturn
+
+from data_pipeline.errors import UserError, naming_extras
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit, see `comera_rec.cli.main.main`."""
+    try:
+        with naming_extras():
+            command_line = importlib.import_module("comera_rec.cli.main")
+    except UserError as error:
+        print(f"comera: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(command_line.main(arguments))
+
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from comera_rec.cli.main import main
+from comera_rec.__main__ import main
 
 if __name__ == "__main__":
     main(["train", *sys.argv[1:]])

@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data_pipeline.atomic import replacing
+from data_pipeline.cooccurrence import cooccurrence_vectors
 from data_pipeline.count_pass import CountedPart
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import CategoricalColumn, describe_file
@@ -25,7 +26,7 @@ from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
 from data_pipeline.runs import Counted
 from data_pipeline.shards import Encoder
-from data_pipeline.similarity import cooccurrence_vectors, similarity_order
+from data_pipeline.similarity import similarity_order
 from data_pipeline.splits import Rows, rows_by_position
 from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import write_vocabulary

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from data_pipeline import native
-from data_pipeline.errors import UserError
+from data_pipeline.errors import UserError, naming_extras
 from data_pipeline.job import Job
 from data_pipeline.manifest import FILES, SPLITS, versions
 from data_pipeline.options import PassOptions
@@ -129,10 +129,8 @@ def dask_schedule(address: str, *, workers: int) -> Iterator[Schedule]:
     Raises:
         ValueError: Dask is not installed, no scheduler with a worker answers, or workers die again and again.
     """
-    try:
+    with naming_extras():
         import distributed
-    except ImportError as error:
-        raise UserError(f"`scheduler` {address} needs Dask: run pip install distributed") from error
     with ExitStack() as stack:
         scheduler_address = address
         if address == "local":

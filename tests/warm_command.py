@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -44,6 +46,22 @@ def comera_on_path(folder: Path) -> Iterator[dict[str, str]]:
         threading.Thread(target=_serve, args=(server,), daemon=True).start()
         yield os.environ | {"PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])}
         server.shutdown(socket.SHUT_RDWR)
+
+
+def run_commands(page: Path, folder: Path, bin_folder: Path, port: int = 8000) -> str:
+    """Run the blocks of shell commands of a page in a folder, with its port replaced, and return what they print."""
+    script = "set -e\n" + "".join(re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    with comera_on_path(bin_folder) as environment:
+        done = subprocess.run(
+            ["sh", "-c", script.replace("8000", str(port))],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _serve(server: socket.socket) -> None:

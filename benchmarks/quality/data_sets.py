@@ -30,11 +30,12 @@ import torch
 from torch import Tensor
 
 from comera_rec.data import ParquetBatches
+from data_pipeline.cooccurrence import cooccurrence_vectors
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Order, read_manifest
 from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.similarity import cooccurrence_vectors, similarity_order
+from data_pipeline.similarity import similarity_order
 from data_pipeline.synth import SynthOptions, synth
 
 LOGS: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ from typing import NoReturn
 import click
 
 from comera_rec.cli.errors import run_command
+from data_pipeline.errors import naming_extras
 
 # TorchRec checks at every start whether it is being traced, and torch warns about that check.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -47,7 +48,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        with naming_extras():
+            command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -79,7 +81,3 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 on success, 2 on a user's mistake."""
     run_command(cli, "comera", arguments)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,12 +7,8 @@ from typing import Any
 
 import click
 
-try:
-    from comera_rec.serving.server import ServeOptions
-    from comera_rec.serving.server import serve as answer_requests
-except ModuleNotFoundError as error:
-    needed = "httptools orjson prometheus-client uvloop"  # the extra `serve`
-    raise click.ClickException(f"{error.name} is not installed: run pip install {needed}") from error
+from comera_rec.serving.server import ServeOptions
+from comera_rec.serving.server import serve as answer_requests
 
 _PATH = click.Path(path_type=Path)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
+from data_pipeline.cooccurrence import cooccurrence_vectors
 from data_pipeline.errors import UserError
-from data_pipeline.similarity import cooccurrence_vectors
 from data_pipeline.similarity import similarity_order as order_of_vectors
 
 
@@ -34,9 +34,9 @@ def similarity_order(batches: Iterable[KeyedJaggedTensor], num_embeddings: Mappi
     of `ids`, in training and serving alike. A table learns more from few samples if it starts from the vectors: copy them into a
     dense table, and compress the model with `init="tt_svd"`.
 
-    Ids are similar if they occur with the same ids in samples (`data_pipeline.similarity`). Positions of the most frequent ids come
-    first, as hot rows need it: within bands, 0 to 255, 256 to 4,095 and so on, order is by similarity. `comera preprocess --order
-    similarity` numbers values so from the start, which spares this table of positions.
+    Ids are similar if they occur with the same ids in samples (`data_pipeline.cooccurrence`). Positions of the most frequent ids
+    come first, as hot rows need it: within bands, 0 to 255, 256 to 4,095 and so on, order is by similarity. `comera preprocess
+    --order similarity` numbers values so from the start, which spares this table of positions.
 
     Args:
         batches: of training samples alone; about a million samples are enough. 8 bytes are kept for each id of them.

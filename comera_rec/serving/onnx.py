@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from data_pipeline.errors import UserError
+from data_pipeline.errors import UserError, naming_extras
 
 _BITS = 31  # of the numbers of rows and of ids in a batch
 
@@ -66,11 +66,9 @@ def write_onnx(
     Raises:
         ValueError: if onnxscript or onnxruntime is missing, or for an operator that ONNX lacks.
     """
-    try:
+    with naming_extras():
         import onnxruntime
         import onnxscript  # noqa: F401  torch.onnx needs it
-    except ImportError as error:
-        raise UserError(f"ONNX needs {error.name}: pip install onnxscript onnxruntime") from None
     try:
         converted = torch.onnx.export(
             program.run_decompositions(DECOMPOSITIONS),

@@ -9,19 +9,19 @@ B rows of a request, K keys of a KeyedJaggedTensor, V ids.
 from __future__ import annotations
 
 import hashlib
+import json
 import lzma
 import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from comera_rec.ops.native import LIBRARY
@@ -140,8 +140,6 @@ class ModelMetadata:
         return all(tensor.shape[:1] == (-1,) for tensor in tensors)
 
 
-_METADATA = TypeAdapter(ModelMetadata)
-_RECORD = TypeAdapter(dict[str, object])
 _REMEDY = "give a MODEL.pt2 that `comera export` wrote"
 # Raised by zipfile, and by what it calls, for bad bytes.
 _BAD = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, ValueError, OSError, EOFError, RuntimeError, OverflowError)
@@ -164,7 +162,7 @@ def seal(path: Path, metadata: ModelMetadata) -> None:
     """Write metadata into a compiled model, and the checksum of its directory."""
     with zipfile.ZipFile(path, "a") as archive:
         folder = archive.namelist()[0].partition("/")[0]
-        archive.writestr(f"{folder}/{METADATA}", _METADATA.dump_json(metadata))
+        archive.writestr(f"{folder}/{METADATA}", json.dumps(asdict(metadata)))
         archive.comment = _checksum(archive)
 
 
@@ -192,7 +190,8 @@ def _read(file: BinaryIO, path: Path, *, check: bool = False) -> ModelMetadata:
     try:
         with zipfile.ZipFile(file) as archive:
             text = next((archive.read(name) for name in archive.namelist() if name.endswith(METADATA)), None)
-            version = None if text is None else _RECORD.validate_json(text).get("format_version")
+            record = json.loads(text or "{}", object_hook=_with_tuples)
+            version = record.get("format_version")
             if check and version == FORMAT_VERSION:
                 _require_whole(archive)
     except _BAD as error:
@@ -203,11 +202,21 @@ def _read(file: BinaryIO, path: Path, *, check: bool = False) -> ModelMetadata:
     if version != FORMAT_VERSION:
         raise UserError(f"{path} has format version {version} and this library reads {FORMAT_VERSION}: export the model again")
     try:
-        return _METADATA.validate_json(text)
-    except ValidationError as error:
-        raise UserError(
-            f"{path} has metadata that can't be read ({error.errors()[0]['loc'][0]}): export the model again"
-        ) from error
+        inputs = tuple((FeatureInput if "prefix" in each else TensorInput)(**each) for each in record.pop("inputs"))
+        outputs = tuple(TensorInput(**each) for each in record.pop("outputs"))
+        run = record.pop("run")
+        return ModelMetadata(**record, inputs=inputs, outputs=outputs, run=run and RunMetadata(**run))
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{path} has metadata that can't be read ({error}): export the model again") from error
+
+
+def _with_tuples(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with its arrays as tuples."""
+
+    def converted(value: Any) -> Any:
+        return tuple(map(converted, value)) if isinstance(value, list) else value
+
+    return {name: converted(value) for name, value in record.items()}
 
 
 def _checksum(archive: zipfile.ZipFile) -> bytes:

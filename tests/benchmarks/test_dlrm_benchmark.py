@@ -10,6 +10,7 @@ from benchmarks import dlrm
 from benchmarks.harness.measure import Settings
 
 
+@pytest.mark.slow
 def test_a_run_has_the_size_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     form = "TT + rows adaptive"
     monkeypatch.setattr(dlrm, "FORMS", {form: dlrm.FORMS[form]})

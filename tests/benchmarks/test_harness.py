@@ -20,7 +20,6 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, chosen, measure_case
 from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
 from benchmarks.harness.rows import Row, RowWriter, read_rows
-from benchmarks.harness.text import format_case
 from benchmarks.harness.timing import Plan, alternate
 from benchmarks.harness.workload import TorchProvider
 from benchmarks.linear import LinearCase, LinearWorkload
@@ -87,14 +86,6 @@ class TestRows:
             replace(row, unit="MB")
         with pytest.raises(ValueError, match="must ascend"):
             replace(row, p20=3.0)
-
-    def test_tables_put_time_and_memory_of_a_pass_on_one_line(self, row: Row) -> None:
-        memory = replace(row, unit="MiB", p20=0.0, p50=0.0, p80=0.0, ratios={})
-        title, _, counted, header, line = format_case([row, memory]).splitlines()
-        assert counted == "  flops 12"
-        assert title == "linear, batch 4, ranks 8x8, float32"
-        assert header.split() == ["pass", "provider", "p50", "ms", "p20..p80", "vs", "nn.Linear", "MiB"]
-        assert line.split() == ["forward+backward", "TTLinear", "2.000", "1..4", "1.50x", "0.0"]
 
 
 class TestTiming:

@@ -11,7 +11,6 @@ from torch import nn
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.ids import draw_ids
 from benchmarks.harness.measure import Settings, measure_case
-from benchmarks.harness.memory import memory_is_measurable
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan
 from benchmarks.lookup import tables as lookup
@@ -92,36 +91,8 @@ def test_row_wise_adagrad_by_its_formula() -> None:
     torch.testing.assert_close(weight.detach(), -0.5 * rows / root * (1 + 0.5**0.5))
 
 
-def test_full_cases_compress_the_large_criteo_tables_99_fold() -> None:
-    full = lookup.cases(quick=False)
-    assert all(case.rows == lookup.criteo_rows(case.dim) for case in full)
-    assert min(case.compression for case in full) >= 99
-    assert [case.dim for case in full] == sorted(case.dim for case in full)  # the dense tables are built once for each dim
-    assert lookup.criteo_rows(128) == (8_388_608, *lookup.CRITEO_KAGGLE[1:]), "no table is larger than FBGEMM can address"
-
-
-def test_a_provider_too_large_for_memory_is_left_out_with_a_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(lookup, "MOST_BYTES", 1000)
-    monkeypatch.setattr(lookup, "MEMORY", 1000)
-    assert {row.provider for row in measured(SMALL)} == {ROW_DEDUP, OURS, UPDATED, TT, *EAGER}
-    printed = capsys.readouterr().out
-    assert f"without {NO_DEDUP}: a step would take about " in printed
-    assert f"without {FBGEMM}: the tables would take " in printed
-
-
 @pytest.mark.parametrize("exponent", [0, 0.5, 1.5])
 def test_ids_follow_zipfs_law(exponent: float) -> None:
     weights = torch.arange(1, 11).double() ** -exponent
     found = draw_ids(10, 100_000, exponent).bincount(minlength=10) / 100_000
     torch.testing.assert_close(found.double(), weights / weights.sum(), atol=0.01, rtol=0)
-
-
-@pytest.mark.skipif(not memory_is_measurable("cpu"), reason="the peak of resident memory can't be reset on this system")
-def test_the_gradient_of_a_dense_table_has_only_the_batchs_rows() -> None:
-    case = LookupCase(rows=(4_000_000,), dim=64, order=2, batch=32_768, zipf=0, providers=(DENSE,))
-    rows = measure_case("lookup", case, LookupWorkload, replace(FEW, memory=True))
-    peaks = {row.pass_: row.p50 for row in rows if row.unit == "MiB"}
-    assert peaks["forward"] == pytest.approx(16.0, abs=3.0)  # the output twice: the table's and that of all tables
-    assert peaks["step"] < 100  # a thousand if the table were counted as well

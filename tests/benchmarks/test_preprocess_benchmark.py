@@ -7,10 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from benchmarks import preprocess as benchmark
 from benchmarks.harness.agreement import Disagreement
-from benchmarks.harness.measure import Settings
-from benchmarks.preprocess import DUCKDB, OURS, LogCase, require_equal_data
+from benchmarks.preprocess import require_equal_data
 from benchmarks.preprocess_rivals import preprocess_with_duckdb, preprocess_with_pandas
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
@@ -38,13 +36,3 @@ def test_equals_pandas(log: Path, tmp_path: Path) -> None:
     changed.to_parquet(tmp_path / "pandas" / "val.parquet")
     with pytest.raises(Disagreement, match="val of comera-rec and pandas differ"):
         require_equal_data(tmp_path / "ours", tmp_path / "pandas")
-
-
-def test_rivals_that_are_not_installed_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(benchmark, "cases", lambda quick: [LogCase(rows=500, providers=(OURS, DUCKDB), rounds=1)])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    [rows] = benchmark.run(Settings(quick=True, data=tmp_path))
-    assert {row.provider for row in rows} == {OURS}
-    assert "without duckdb, which is not installed (pip install duckdb)" in capsys.readouterr().out

@@ -5,25 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, stdev
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
-from benchmarks.harness.measure import Settings
-from benchmarks.harness.rows import RowWriter
-from benchmarks.pages import plot_rows
-from benchmarks.quality import runs as quality
-from benchmarks.quality.codes import Clustered, MultiGranular, k_means
+from benchmarks.quality.codes import Clustered, MultiGranular
 from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows
-from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, SPLITS, Embeddings, shares
-from benchmarks.quality.models import Model, Task, train
+from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, Embeddings, shares
+from benchmarks.quality.models import Task, train
 from benchmarks.quality.pruning import Thresholded, ThresholdSearch
 from benchmarks.quality.storage import METHODS as STORED_METHODS
-from benchmarks.quality.storage import round_, round_stochastically_
-from benchmarks.quality.summary import quality_table, table
+from benchmarks.quality.storage import round_stochastically_
 from benchmarks.quality.tables import Digits, DoesNotFit
 from comera_rec.convert.start import starting_rows
 
@@ -111,35 +104,12 @@ def test_numbers_are_rounded_without_bias() -> None:
     assert table.weight.mean().item() == pytest.approx(1 + 2**-9, abs=2e-4)
 
 
-def test_numbers_of_one_byte_are_rounded_by_row() -> None:
-    table = nn.Linear(16, 2, bias=False)
-    with torch.no_grad():
-        table.weight[1] *= 1000
-    before = table.weight.detach().clone()
-    round_(table, torch.int8)
-    steps = before.abs().amax(1, keepdim=True) / 127
-    assert (table.weight - before).abs().le(0.501 * steps).all()
-    assert not torch.equal(table.weight, before)
-
-
 def test_tables_share_a_budget_by_size_unless_the_smallest_form_is_larger() -> None:
     assert (Digits.least(4000, 8), Digits.least(1000, 8)) == (6 * 4 * 8, 5 * 4 * 8), "digits of base 4"
     assert shares((4000, 1000), 8, 10, Digits) == [3200, 800]
     assert shares((4000, 1000), 8, 100, Digits) == [240, 160]
     with pytest.raises(DoesNotFit):
         shares((4000, 1000), 8, 200, Digits)
-
-
-def test_splits_give_a_share_of_the_bytes_to_one_block_and_are_off_unless_named(task: Task) -> None:
-    model = Model(task, "TT + 0.75 at 4", 10)
-    assert [len(table.bag.hot_rows) for table in model.embeddings.tables] == [1, 1]
-    hot = [table.bag.num_hot_rows * 4 + 4 * (8 + 1) for table in model.embeddings.tables]
-    assert sum(hot) == pytest.approx(0.75 * model.embeddings.budget, rel=0.02)
-    assert 0.9 * model.embeddings.budget < model.embeddings.num_bytes()[0] / 4 <= model.embeddings.budget
-    with pytest.raises(DoesNotFit):
-        Model(task, "TT + 0.25 at N", 50)
-    for only, methods in (({}, set()), ({"method": "TT + *"}, set(SPLITS))):
-        assert {sizes["method"] for sizes, _ in quality._cases(task, Settings(only=only))} & set(SPLITS) == methods
 
 
 @pytest.mark.parametrize("kind", [Clustered, MultiGranular, lambda counts, dim, budget: Thresholded(len(counts), dim)])
@@ -172,14 +142,6 @@ def test_cce_gives_ids_with_similar_rows_the_same_code() -> None:
     with torch.no_grad():
         table.hashed[:50] = 1  # the first quarter's
     assert torch.allclose(table(ids) - after, torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0]))
-
-
-def test_k_means_mixes_no_blobs() -> None:
-    torch.manual_seed(0)
-    blobs = torch.tensor([[0.0, 0], [9, 0], [0, 9]]).repeat_interleave(20, dim=0)
-    vectors, nearest = k_means(blobs + 0.1 * torch.randn(60, 2), 30)
-    assert (vectors[nearest] - blobs).abs().max() < 1, "an id's vector lies in its blob"
-    assert vectors.isfinite().all(), "vectors that lost all members stay"
 
 
 def test_mgqe_gives_rare_ids_the_first_vectors_and_pulls_rows_and_vectors_together() -> None:
@@ -221,26 +183,6 @@ def test_pep_keeps_the_entries_that_exceed_their_thresholds_most() -> None:
     tables[0].mask = masks[0].float()
     assert torch.equal(tables[0](torch.tensor([2])), torch.tensor([[-0.7, 0.0]]))
     assert tables[0].num_bytes() == (12, 12)
-
-
-def test_each_method_is_trained_at_its_rates_and_tabulated(task: Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(quality, "tasks", lambda settings: [task])
-    monkeypatch.setattr(quality, "METHODS", ("dense", "low rank", "hashing"))
-    monkeypatch.setattr(quality, "BUDGETS", (10,))
-    monkeypatch.setattr(quality, "MORE_RATES", ())
-    rows = [row for case in quality.run(Settings()) for row in case]
-    assert [row.provider for row in rows] == ["dense", "dense", "hashing", "hashing", *["dense", "hashing"] * 2], "no low rank fits"
-    nes = [row.p50 for row in quality.chosen(rows) if row.provider == "hashing"]
-    lines = quality_table(rows).splitlines()
-    assert lines[0] == "| tiny, 20 steps | 10x |"
-    assert lines[3] == f"| hashing | {mean(nes):.4f} ± {stdev(nes):.4f} |"
-    results = tmp_path / "quality.jsonl"
-    with RowWriter(results) as writer:
-        writer.write(rows)
-    refused = CliRunner().invoke(table, [str(results), "--data", "ads"]).exception
-    assert "has no rows of data set 'ads': name another, or leave out --data" in str(refused)
-    plot_rows(rows, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_implicit_feedback_draws_no_negative_that_the_user_had(tmp_path: Path) -> None:

@@ -127,12 +127,6 @@ def test_mistakes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.tsv", "loop"]
 
 
-@pytest.mark.parametrize("command", ["synth", "preprocess"])
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(command, "--help") == 0
-    assert f"Example:\n    comera {command} --" in capsys.readouterr().out
-
-
 def test_logs_are_ordered_by_their_numbers(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """day_10 is before day_2 in a shell's order, and in that of patterns, so the last file would not be the last day."""
     days = [str(log.parent / f"day_{day}") for day in (0, 10, 2)]
@@ -162,21 +156,6 @@ def test_empty_splits_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixt
     times = ("--split", "time", "--val-from", "2026-01-20", "--test-from", "2027-01-01")
     run("preprocess", "--input", tmp_path / "log.csv", "--schema", tmp_path / "schema.toml", "--output", tmp_path / "data", *times)
     assert "\n  no row is in test\n" in capsys.readouterr().out
-
-
-def test_transform(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("preprocess", "--input", log, "--output", tmp_path / "data") == 0
-    capsys.readouterr()
-    new = ("transform", "--data", tmp_path / "data", "--input", log, "--output")
-    assert run(*new, tmp_path / "new") == 0
-    captured = capsys.readouterr()
-    assert "splits: train 160, val 20, test 20" in captured.out
-    assert captured.err == ""
-    assert run(*new, tmp_path / "all", "--split", "test") == 0
-    assert "splits: train 0, val 0, test 200" in capsys.readouterr().out
-    for name in ("new", "all"):
-        assert run("verify", "--data", tmp_path / name) == 0
-        assert run("inspect", "--data", tmp_path / name) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from math import prod
 
 import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from comera_rec import TableCompression, TTEmbeddingBagConfig, TTLinear, build_dlrm, compress_, compression_report, export_dense
+from comera_rec import TableCompression, TTEmbeddingBagConfig, build_dlrm, compress_, compression_report, export_dense
 from comera_rec.rank import truncate_ranks_
 
 
@@ -61,21 +60,6 @@ def test_the_dense_side_is_the_exported_model() -> None:
     assert report.ratio == report.total("dense_bytes") / report.total("bytes")
     for kind in ("table", "linear", "other"):
         assert report.total("dense_bytes", kind=kind) == sum(layer.bytes for layer in exported.values() if layer.kind == kind)
-
-
-def test_the_entry_of_a_tt_table() -> None:
-    (layer,) = (layer for layer in compression_report(truncated()).layers if layer.name.endswith("tt_bags.t1"))
-    assert (layer.kind, layer.format, layer.shape, layer.ranks) == ("table", "tt", (401, 16), (1, 4))
-    assert layer.row_shape is not None
-    assert prod(layer.row_shape) >= 401
-    assert layer.dense_params == 401 * 16
-    assert layer.ratio == layer.dense_bytes / layer.bytes
-
-
-def test_bytes_depend_on_the_dtype() -> None:
-    report = compression_report(nn.Sequential(TTLinear(64, 32, tt_ranks=2)).bfloat16())
-    assert report.total("dense_bytes") == 2 * (64 * 32 + 32) == 2 * report.total("dense_params")
-    assert report.total("bytes") == 2 * report.total("params")
 
 
 def test_a_vanished_layer_takes_no_bytes() -> None:

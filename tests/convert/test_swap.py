@@ -385,8 +385,6 @@ def test_tables_of_all_kinds_share_a_budget_beside_linear_layers() -> None:
     [
         ({"tt_ranks": 4, "compression": 10}, "tt_ranks 4 and compression 10 are both given: give one of them"),
         ({"compression": 0.5}, "compression is 0.5: give a number above 1"),
-        ({"compression": "100"}, "compression is '100': give a number above 1"),
-        ({"tt_ranks": 2.5}, "tt_ranks is 2.5: give a positive integer"),
         ({"order": 7}, "order is 7: embedding tables take 2, 3 or 4 cores"),
         ({"min_rows": -5}, "min_rows is -5: give a number of rows"),
         ({"hot_rows": 1}, "hot_rows is 1: give 'auto', or a share of the parameters from 0 to below 1"),

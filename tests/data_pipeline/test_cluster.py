@@ -107,11 +107,6 @@ def test_resumes_where_threads_stopped(
     assert files_of(options.output) == on_threads
 
 
-def test_local(options: PreprocessOptions, on_threads: dict[str, bytes]) -> None:
-    preprocess(replace(options, scheduler="local", workers=1))
-    assert files_of(options.output) == on_threads
-
-
 def test_unreachable_scheduler(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_pipeline.pool._WAIT_SECONDS", 1)
     with socket.socket() as unused:  # no process listens on it
@@ -123,5 +118,5 @@ def test_unreachable_scheduler(options: PreprocessOptions, monkeypatch: pytest.M
 
 def test_without_dask(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(ValueError, match="`scheduler` local needs Dask: run pip install distributed"):
+    with pytest.raises(ValueError, match=r"distributed is not installed: run pip install 'comera-rec\[dask\]'"):
         preprocess(replace(options, scheduler="local"))

@@ -47,15 +47,11 @@ EVERY_KIND: dict[str, Any] = {"cents": 1, "tags": [], "code": "1", "shop": "a"}
     ("change", "message"),
     [
         ({"I3": "3"}, "row 1: I3 is '3', which is not a 32-bit integer or null"),
-        ({"I3": 3.5}, r"row 1: I3 is 3\.5, which is not a 32-bit integer"),
-        ({"I3": float("nan")}, "row 1: I3 is nan, which is not a 32-bit integer"),
         ({"I3": True}, "row 1: I3 is True, which is not a 32-bit integer"),
         ({"I3": 1 << 31}, "row 1: I3 is 2147483648, which is not a 32-bit integer"),
         ({"C4": 17}, "row 1: C4 is 17, which is not a string of 1 to 8 hex digits or null"),
         ({"C4": "0x1f"}, "row 1: C4 is '0x1f', which is not a string of 1 to 8 hex digits"),
-        ({"C4": "123456789"}, "row 1: C4 is '123456789', which is not"),
         ({"C4": "\u0661"}, r"row 1: C4 is '\\u0661', which is not"),
-        ({"C4": "x" * 99}, r"row 1: C4 is 'x{12}\.\.\.x{13}', which is not"),
         ({"C4": ["1"]}, r"row 1: C4 is \['1'\], which is not"),
     ],
 )

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_pipeline.cooccurrence import cooccurrence_vectors
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
-from data_pipeline.similarity import band_of, cooccurrence_vectors, similarity_order
+from data_pipeline.similarity import band_of, similarity_order
 from data_pipeline.transform import TransformOptions, transform
 from data_pipeline.verify import verify
 

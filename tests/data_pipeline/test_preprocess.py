@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -13,81 +12,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from random_logs import Rows, files_of, random_rows, read, to_text
-from test_data_sets import column_of
+from random_logs import files_of, random_rows, to_text
 
 from data_pipeline import counts, job, parts
-from data_pipeline.manifest import check_shards, read_manifest
+from data_pipeline.manifest import read_manifest
 from data_pipeline.parse import parse_blocks
 from data_pipeline.parts import count_parts, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.schema import criteo_schema
 from data_pipeline.splits import SplitKind
 
-INTEGERS = [f"I{i}" for i in range(1, 14)]
-CATEGORIES = [f"C{i}" for i in range(1, 27)]
 WriteLog = Callable[..., Path]
-
-
-def reference(rows: Rows, *, min_count: int = 2, val_fraction: float = 0.1, test_fraction: float = 0.1) -> dict[str, pd.DataFrame]:
-    """Compute what each split must contain, one cell at a time."""
-    schema = criteo_schema(labeled=len(rows[0]) == 40)
-    val, test = int(len(rows) * val_fraction), int(len(rows) * test_fraction)
-    train = len(rows) - val - test
-    read_cell = {"label": int, "integer": int, "hex": str}
-    cells = [
-        {c.name: read_cell[c.kind](cell) if cell else None for c, cell in zip(schema.columns, row, strict=True)} for row in rows
-    ]
-    frame = pd.DataFrame({column.name: column_of(cells, column, train, min_count) for column in schema.columns})
-    return {"train": frame[:train], "val": frame[train : train + val], "test": frame[train + val :]}
-
-
-def assert_equals_reference(folder: Path, rows: Rows, **options: float) -> None:
-    manifest = read_manifest(folder)
-    check_shards(manifest, folder, contents=True)
-    for split, expected in reference(rows, **options).items():
-        assert manifest.splits[split].rows == len(expected)
-        if len(expected):
-            actual = read(folder, split)
-            dtypes = ["int8" if name == "label" else "float32" if name in INTEGERS else "int32" for name in expected]
-            assert actual.dtypes.astype(str).to_list() == dtypes
-            pd.testing.assert_frame_equal(actual, expected.reset_index(drop=True), check_dtype=False, rtol=1e-6)
-
-
-CELL_COUNT = st.sampled_from(["", "0", "-1", "7", "007", "-0", "-2147483648", "2147483647"])
-CELL_CATEGORY = st.sampled_from(["", "0", "00000000", "ffffffff", "FFFFFFFF", "a", "0A", "1", "68fd1e64"])
-
-
-@st.composite
-def adversarial_rows(draw: st.DrawFn) -> Rows:
-    label = [st.sampled_from(["0", "1"])] if draw(st.booleans()) else []
-    row = st.tuples(*label, *[CELL_COUNT] * 13, *[CELL_CATEGORY] * 26).map(list)
-    return draw(st.lists(row, min_size=1, max_size=12))
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    rows=adversarial_rows(),
-    newline=st.sampled_from(["\n", "\r\n"]),
-    ended=st.booleans(),
-    compress=st.booleans(),
-    part_bytes=st.integers(50, 2000),
-    min_count=st.integers(1, 3),
-    fractions=st.sampled_from([(0.1, 0.1), (0.0, 0.0), (0.4, 0.5), (0.25, 0.0)]),
-)
-def test_equals_reference_on_adversarial_rows(
-    rows: Rows, newline: str, ended: bool, compress: bool, part_bytes: int, min_count: int, fractions: tuple[float, float]
-) -> None:
-    text = to_text(rows, newline)
-    text = text if ended else text.removesuffix(newline.encode())
-    with tempfile.TemporaryDirectory() as folder:
-        log, output = Path(folder, "log"), Path(folder, "data")
-        log.write_bytes(gzip.compress(text) if compress else text)
-        options = {"min_count": min_count, "val_fraction": fractions[0], "test_fraction": fractions[1]}
-        preprocess(PreprocessOptions(inputs=(log,), output=output, part_bytes=part_bytes, **options))
-        assert_equals_reference(output, rows, **options)
 
 
 def test_same_data_set_however_the_text_arrives(tmp_path: Path, write_log: WriteLog) -> None:

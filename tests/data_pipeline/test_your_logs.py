@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
+import pytest
+from warm_command import run_commands
 
 from data_pipeline.manifest import read_manifest
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "your-logs.md"
 
 
-def test_commands_run(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 7
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    script = "set -e\n" + "".join(blocks)
-    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_commands_run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    printed = run_commands(PAGE, tmp_path, tmp_path_factory.mktemp("bin"))
     assert (tmp_path / "run" / "report.html").exists()
-    assert "extended matches its manifest: 500 rows" in done.stdout
+    assert "extended matches its manifest: 500 rows" in printed
     columns = {column.name: column for column in read_manifest(tmp_path / "orders").categorical_columns}
     assert columns["customer"].num_embeddings == 1000
     assert 50 < columns["shop"].num_embeddings <= 101

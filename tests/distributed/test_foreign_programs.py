@@ -75,8 +75,7 @@ def train_unsharded(name: str, world: int, start: dict[str, Tensor]) -> list[dic
     return values
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.is_sharded])
+@pytest.mark.parametrize(("name", "world"), [("dlrm", 1), *((name, 2) for name, program in PROGRAMS.items() if program.is_sharded)])
 def test_every_step_moves_the_tables_as_without_sharding(name: str, world: int) -> None:
     results = run(world, train_sharded, name)
     sharded = [{key: value for values in results for key, value in values[step].items()} for step in range(STEPS + 1)]

@@ -1,15 +1,12 @@
-"""TorchRec's training script in dense and in tensor-train form: two lines differ, and both train under torchrun."""
+"""TorchRec's training script in dense and in tensor-train form: both train on two processes."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 import runpy
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,37 +18,11 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "torchrec"
 
 
-def changed_lines() -> list[str]:
-    """Changed lines of the unified diff, without blank ones."""
-    dense, tensor_train = ((EXAMPLES / name).read_text().splitlines() for name in ("train_dlrm.py", "train_dlrm_tt.py"))
-    diff = list(difflib.unified_diff(dense, tensor_train, n=0, lineterm=""))[2:]
-    return [line for line in diff if line[1:].strip() and not line.startswith("@@")]
-
-
-def test_two_lines_differ_and_the_guide_shows_them() -> None:
-    changed = changed_lines()
-    assert changed[0] == "+import comera_rec as cr"
-    assert [line[0] for line in changed[1:]] == ["-", "+", "-", "+"]
-    (shown,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "guides" / "processes.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert [line[0] + line[1:].strip() for line in shown.splitlines() if line[0] in "+-"] == [
-        line[0] + line[1:].strip() for line in changed
-    ]
-
-
-def under_torchrun(example: Path) -> str:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(launch, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def in_forks(example: Path, folder: Path) -> str:
-    """Run as under torchrun, but without importing torch and TorchRec three more times."""
+def in_forks(example: Path, printed: Path) -> str:
+    """Run as under torchrun, but without importing torch and TorchRec three more times; return what is printed, into a file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    printed = folder / "printed.txt"
     processes = [CONTEXT.Process(target=run_script, args=(example, environment | {"RANK": str(k)}, printed)) for k in range(2)]
     for process in processes:
         process.start()
@@ -72,7 +43,7 @@ def run_script(example: Path, environment: dict[str, str], printed: Path) -> Non
 def test_both_forms_train_on_two_processes(tmp_path: Path) -> None:
     parameters = {}
     for name in ("train_dlrm.py", "train_dlrm_tt.py"):
-        printed = in_forks(EXAMPLES / name, tmp_path) if name == "train_dlrm.py" else under_torchrun(EXAMPLES / name)
+        printed = in_forks(EXAMPLES / name, tmp_path / f"{name}.txt")
         losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)]
         assert len(losses) >= 4
         assert losses[0] > 0.3  # a fair coin's is 0.69

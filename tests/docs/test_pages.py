@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from warm_command import comera_on_path
+from warm_command import run_commands
 
 ROOT = Path(__file__).parents[2]
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
 
 
@@ -28,14 +26,9 @@ def test_snippets_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_commands_of_the_quickstart(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    blocks = SHELL.findall(PAGES["docs/start/quickstart.md"].read_text())
-    assert len(blocks) == 4
-    command = ["sh", "-c", "set -e\n" + "".join(blocks)]
-    with comera_on_path(tmp_path_factory.mktemp("bin")) as environment:
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
+    printed = run_commands(PAGES["docs/start/quickstart.md"], tmp_path, tmp_path_factory.mktemp("bin"))
     assert (tmp_path / "report.html").exists()
-    assert '"ne"' in done.stdout.splitlines()[-1]
+    assert '"ne"' in printed.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from comera_rec.cli.errors import run_command
-from comera_rec.training.config import load_settings
 from examples import classify_text, next_item, pretrain_code
 from examples.text import CLS, MASK, PAD, SEP, SPECIAL, TextBatch, batches_of, byte_pairs, word_pieces
 
@@ -197,14 +196,6 @@ def test_labels_missing_from_the_training_data_are_named(sentences: list[str], t
     status, _, err = run(classify_text.classify, *sentences)
     assert status == 2
     assert "has labels ['maybe'] that" in err
-
-
-def test_the_classification_example_has_the_papers_sizes() -> None:
-    settings = load_settings(classify_text.Settings, classify_text.CONFIG)
-    model = classify_text.Classifier(settings, 2)
-    assert model.encoder.blocks[0].attention.query.shape.ranks == (12, 30, 30, 30, 12)
-    assert model.encoder.tokens.shape.ranks == (32, 32, 32)
-    assert classify_text.sizes(model)["ratio"] > 43
 
 
 @pytest.fixture

@@ -138,14 +138,15 @@ def test_columns_of_every_kernel(columns: tuple[int, int], is_padded: bool) -> N
         check(tables, ids, torch.tensor([0, 3, 3, 39]), per_sample_weights=torch.randn(40))
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
-    ("row_shapes", "col_shape", "ranks"),
+    ("row_shapes", "col_shape", "ranks", "dtype"),
     [
-        pytest.param([(200, 300), (50, 40), (3, 2000), (1, 1)], (4, 4), (8,), id="two cores"),
-        pytest.param([(20, 15, 200), (5, 4, 30), (40, 50, 7)], (2, 4, 8), (5, 8), id="three cores"),
-        pytest.param([(3, 2, 70, 50), (10, 6, 5, 4)], (2, 4, 2, 4), (3, 8, 5), id="four cores"),
+        ([(200, 300), (50, 40), (3, 2000), (1, 1)], (4, 4), (8,), torch.float32),
+        ([(200, 300), (50, 40), (3, 2000), (1, 1)], (4, 4), (8,), torch.bfloat16),
+        ([(20, 15, 200), (5, 4, 30), (40, 50, 7)], (2, 4, 8), (5, 8), torch.float32),
+        ([(3, 2, 70, 50), (10, 6, 5, 4)], (2, 4, 2, 4), (3, 8, 5), torch.float16),
     ],
+    ids=str,
 )
 def test_batches_of_several_tasks(
     row_shapes: list[tuple[int, ...]], col_shape: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype

@@ -108,8 +108,10 @@ def draw(tables: nn.ModuleList, lengths: list[int], spare: int = 0) -> tuple[lis
     return ids, torch.tensor(bounds)
 
 
-@pytest.mark.parametrize(("mode", "weighted"), MODES)
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    ("lengths", "mode", "weighted"),
+    [*(("jagged", *mode) for mode in MODES), *((lengths, "sum", True) for lengths in [*LENGTHS][1:])],
+)
 def test_bags_and_gradients_match_the_definition(lengths: str, mode: str, weighted: bool, device: str) -> None:
     tables = make_tables()
     check(tables, *draw(tables, LENGTHS[lengths], 3), device, mode=mode, weighted=weighted, num_cols=5)
@@ -124,8 +126,8 @@ def test_tables_of_any_order_under_either_plan(order: int, plan_impl: str, devic
 @pytest.mark.parametrize(
     ("cols", "ranks"),
     [
-        ((8, 8), (16, 7)), ((1, 5), (3, 1)), ((5, 1), (2, 4)), ((4, 6), (13, 8)), ((12, 40), (3, 1)), ((2, 8), (70, 5)),
-        ((1, 130), (3, 3)), ((33, 2), (3, 1)), ((4, 16), (8, 40)), ((7, 1), (1, 1)),
+        ((8, 8), (16, 7)), ((1, 5), (3, 1)), ((4, 6), (13, 8)), ((2, 8), (70, 5)), ((1, 130), (3, 3)), ((33, 2), (3, 1)),
+        ((7, 1), (1, 1)),
     ],
 )  # fmt: skip
 def test_rows_and_sums_of_any_size(cols: tuple[int, int], ranks: tuple[int, int], device: str) -> None:
@@ -134,8 +136,7 @@ def test_rows_and_sums_of_any_size(cols: tuple[int, int], ranks: tuple[int, int]
     check(tables, *draw(tables, LENGTHS["jagged"]), device, weighted=True)
 
 
-@pytest.mark.parametrize(("mode", "weighted"), MODES[1:])
-@pytest.mark.parametrize("plan_impl", ["reference", "triton"])
+@pytest.mark.parametrize(("mode", "weighted", "plan_impl"), [("sum", True, "triton"), ("mean", False, "reference")])
 def test_hot_rows(mode: str, weighted: bool, plan_impl: str, device: str) -> None:
     tables = make_tables(hot=HOT_ROWS)
     ids, offsets = draw(tables, LENGTHS["jagged"])
@@ -143,7 +144,7 @@ def test_hot_rows(mode: str, weighted: bool, plan_impl: str, device: str) -> Non
     check(tables, ids, offsets, device, mode=mode, weighted=weighted, plan_impl=plan_impl)
 
 
-@pytest.mark.parametrize("order", SHAPES)
+@pytest.mark.parametrize("order", [2, 3])
 def test_maxima_over_bags(order: int, device: str) -> None:
     tables = make_tables(order, hot=HOT_ROWS)
     check(tables, *draw(tables, LENGTHS["jagged"], 3), device, mode="max", plan_impl="" if order == 2 else "reference")
@@ -174,13 +175,10 @@ def test_hot_rows_are_found_in_shards_too(trailing: int, device: str) -> None:
 @pytest.mark.parametrize(
     "lengths",
     [
-        [5 * CHUNK],
         [CHUNK, CHUNK - 1, 1],
         [1, 20 * CHUNK, 1],
         [CHUNK + 1] * 2,
-        [1] * 7,
         [3 * GROUP],
-        [1, 6 * GROUP, 1],
         [GROUP, GROUP - 1, GROUP + 1],
         [GROUP - CHUNK, 2 * CHUNK],
     ],

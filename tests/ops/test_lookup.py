@@ -209,43 +209,6 @@ def test_the_reference_can_be_differentiated_twice(mode: str, order: int) -> Non
     assert torch.autograd.gradgradcheck(look_up, [*parameters, *weights], fast_mode=True)
 
 
-def calls(graph: torch.fx.Graph) -> list[str]:
-    """Nodes of our operators in a graph."""
-    names = (str(node.target) for node in graph.nodes if node.op == "call_function")
-    return [name.removesuffix(".default") for name in names if name.startswith("comera_rec")]
-
-
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_torch_export_traces_a_plan_and_bags(mode: str, strict: bool) -> None:
-    bag = bag_of(3, mode=mode)
-    exported = torch.export.export(bag, BATCH, strict=strict)
-    assert calls(exported.graph) == ["comera_rec.plan_lookup", "comera_rec.pool"]
-    other = (torch.tensor([1, 50, 50, 50, 2, 0, 9]), torch.tensor([0, 0, 5, 7]))
-    for batch in (BATCH, other):
-        torch.testing.assert_close(exported.module()(*batch), bag(*batch), rtol=0, atol=0)
-
-
-@every_order
-def test_torch_compile_traces_a_plan_and_bags(order: int) -> None:
-    bag, graphs = bag_of(order), []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
-        graphs.append(calls(graph.graph))
-        return graph.forward
-
-    torch._dynamo.reset()  # otherwise graphs of other modules count as recompilations
-    # Checks the graph before autograd, and that aot_eager traces forward and backward, like every backend.
-    assert torch.equal(torch.compile(bag, fullgraph=True, backend=backend)(*BATCH), bag(*BATCH))
-    assert graphs == [["comera_rec.plan_lookup", "comera_rec.pool"]]
-    torch._dynamo.reset()
-    results = []
-    for function in (bag, torch.compile(bag, fullgraph=True, backend="aot_eager")):
-        out = function(*BATCH)
-        results.append([out, *torch.autograd.grad(out.square().sum(), list(bag.parameters()))])
-    assert all(map(torch.equal, *results))
-
-
 # Separate processes
 
 

@@ -200,8 +200,6 @@ def test_hot_rows_that_explain_all_gradients_leave_their_table_a_rank() -> None:
         ({"score": "size", "target_size": 0.5}, "score is 'size': choose one of 'taylor', 'norm', 'magnitude'"),
         ({"score": "taylor", "objective": "achievement", "target_size": 0.5}, "score is 'taylor', which reads gradients that"),
         ({"target_size": 0.5, "target_bytes": 4}, "target_size 0.5 and target_bytes 4 are given: give one target"),
-        ({"target_params": 0}, "target_params is 0: give a positive number"),
-        ({"target_bytes": 5, "late_steps": 0}, "target_bytes is 5 and late_steps is 0: a late stage needs both"),
     ],
 )
 def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:

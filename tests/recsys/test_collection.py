@@ -70,25 +70,8 @@ def assert_same_as_dense(tables: list[EmbeddingBagConfig], features: KeyedJagged
     return actual.values()
 
 
+# Mixes that `test_any_configuration` doesn't draw.
 MIXES: dict[str, list[EmbeddingBagConfig]] = {
-    "one tt table": [table("a", ["f"], tt_ranks=4)],
-    "only dense": [table("a", ["f"]), EmbeddingBagConfig(name="b", num_embeddings=7, embedding_dim=8, feature_names=["g"])],
-    "only tt": [table("a", ["f"], tt_ranks=4), table("b", ["g"], rows=57, dim=128, tt_ranks=(2, 3))],
-    "dense between tt": [table("a", ["f"], tt_ranks=4), table("b", ["g"], dim=32), table("c", ["h"], tt_ranks=2, dim=24)],
-    "tt between dense": [table("a", ["f"]), table("b", ["g"], tt_ranks=3), table("c", ["h"])],
-    "a table of two features": [table("a", ["f", "g"], tt_ranks=4), table("b", ["h", "i"])],
-    "a feature in two tt tables": [table("a", ["f"], tt_ranks=4), table("b", ["f", "g"], dim=8, tt_ranks=2)],
-    "a feature in a tt and a dense table": [
-        table("a", ["f", "g"], tt_ranks=4),
-        table("b", ["g"], rows=53, dim=8),
-        table("c", ["f"]),
-    ],
-    "a feature in two dense tables": [table("a", ["f"]), table("b", ["f"]), table("c", ["g"], tt_ranks=2)],
-    "mean beside sum": [
-        table("a", ["f"], tt_ranks=4, pooling=PoolingType.MEAN),
-        table("b", ["g"], tt_ranks=4),
-        table("c", ["h"], pooling=PoolingType.MEAN),
-    ],
     "tables that share a lookup, in turn with others": [
         table("a", ["f", "g"], tt_ranks=4),
         table("b", ["h"], rows=1009, tt_ranks=4, pooling=PoolingType.MEAN),
@@ -115,11 +98,6 @@ def test_values_and_gradients(mix: str, random_jagged: MakeJagged) -> None:
         config.feature_names = config.feature_names or [config.name]
     values = assert_same_as_dense(tables, random_jagged(limits(tables), 13))
     assert values.abs().sum() > 0
-
-
-def test_a_table_without_feature_names_looks_up_the_feature_of_its_name(random_jagged: MakeJagged) -> None:
-    collection = TTEmbeddingBagCollection([table("a", [], tt_ranks=4), table("b", [])])
-    assert collection(random_jagged({"b": 101, "a": 101}, 5)).keys() == ["a", "b"]
 
 
 def test_weights(random_jagged: MakeJagged) -> None:
@@ -161,14 +139,6 @@ def test_tables_of_any_ranks_share_a_lookup_on_cpu_and_of_equal_ranks_elsewhere(
     tables = [table(name, [name], tt_ranks=rank) for name, rank in [("a", 8), ("b", 9), ("c", 1), ("d", 16), ("e", 17)]]
     assert grouped(TTEmbeddingBagCollection(tables)) == [["a", "b", "c", "d", "e"]]
     assert grouped(TTEmbeddingBagCollection(tables, device="meta")) == [["a", "c"], ["b", "d"], ["e"]]
-
-
-def test_only_empty_bags() -> None:
-    tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"])]
-    features = KeyedJaggedTensor(
-        keys=["f", "g"], values=torch.tensor([], dtype=torch.int64), lengths=torch.zeros(6, dtype=torch.int64)
-    )
-    assert torch.equal(assert_same_as_dense(tables, features), torch.zeros(3, 32))
 
 
 def test_variable_batch_with_inverse_indices(random_jagged: MakeJagged) -> None:
@@ -213,8 +183,8 @@ def configurations(draw: st.DrawFn) -> list[TTEmbeddingBagConfig]:
     ]
 
 
-@settings(max_examples=40)
-@given(tables=configurations(), batch=st.integers(1, 6), longest=st.integers(0, 5), seed=st.integers(0, 99))
+@settings(max_examples=60)
+@given(tables=configurations(), batch=st.integers(1, 6), longest=st.sampled_from([0, 1, 5]), seed=st.integers(0, 99))
 def test_any_configuration(
     tables: list[TTEmbeddingBagConfig], batch: int, longest: int, seed: int, random_jagged: MakeJagged
 ) -> None:
@@ -295,9 +265,6 @@ def test_invalid_collections_are_refused(tables: list[EmbeddingBagConfig], messa
     ("arguments", "message"),
     [
         ({"rows": 0}, "table 'a': num_embeddings is 0: give a positive integer"),
-        ({"dim": -1}, "table 'a': embedding_dim is -1"),
-        ({"tt_ranks": 0}, "table 'a': tt_ranks is 0"),
-        ({"tt_ranks": 2, "shape": TTShape((11, 11), (4, 4), 2)}, "table 'a': .* are both given: give one of them"),
         ({"shape": TTShape((10, 10), (4, 4), 2)}, "table 'a': shape spans 100 x 16, less than 101 x 16"),
     ],
 )

@@ -128,8 +128,3 @@ def test_a_cross_network_is_materialized_and_initialized_as_torchrec_does() -> N
     for kernel in (*network.V_kernels, *network.W_kernels):
         assert kernel.detach().std().item() == pytest.approx((2 / sum(kernel.shape)) ** 0.5, rel=0.2)
     assert not any(bias.any() for bias in network.bias)
-
-
-def test_table_names_that_hide_attributes_of_modules_are_refused() -> None:
-    with pytest.raises(ValueError, match="table name 'training' can't name a submodule"):
-        TTEmbeddingBagCollection([EmbeddingBagConfig(name="training", num_embeddings=9, embedding_dim=4, feature_names=["f"])])

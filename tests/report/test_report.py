@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from comera_rec.report.page import summary_table, write_report, write_summary
-from comera_rec.report.runs import read_runs, short_name
+from comera_rec.report.runs import read_runs
 
 VOID = {"meta", "br", "path", "use"}
 
@@ -189,12 +189,6 @@ def test_numbers_that_are_not_finite_are_absent(tmp_path: Path) -> None:
     write_summary([run], tmp_path / "summary.json")
     assert json.loads((tmp_path / "summary.json").read_text())["run"]["step_ms"] is None
     write_report([run], tmp_path / "report.html")
-
-
-def test_short_names() -> None:
-    assert short_name("sparse_arch.embedding_bag_collection.tt_bags.C3") == "C3"
-    assert short_name("over_arch.model.0._mlp.1._linear") == "over_arch.0.1"
-    assert short_name("encoder.layers.0") == "encoder.layers.0"
 
 
 def test_not_a_run(tmp_path: Path, compressed: Path) -> None:

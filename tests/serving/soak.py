@@ -51,7 +51,7 @@ class Outcome:
 @contextmanager
 def served(model: Path, *options: object) -> Iterator[tuple[int, int]]:
     """Run `comera serve`; yield its port and process id once it is ready."""
-    command = [sys.executable, "-m", "comera_rec.cli.main", "serve", "--model", model, "--port", 0, *options]
+    command = [sys.executable, "-m", "comera_rec", "serve", "--model", model, "--port", 0, *options]
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

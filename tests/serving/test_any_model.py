@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,11 @@ def scored(module: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
 
 
 class Together(nn.Module):
-    """The models of all programs, which take one compilation."""
+    """The models of several programs, which take one compilation."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
-        self.models = nn.ModuleDict({name: trained(name)[0].served(trained(name)[1], batch(0, range(1)))[0] for name in PROGRAMS})
+        self.models = nn.ModuleDict({name: trained(name)[0].served(trained(name)[1], batch(0, range(1)))[0] for name in names})
 
     def forward(self, arguments: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return {name: self.models[name](**given) for name, given in arguments.items()}
@@ -77,14 +77,19 @@ def requests_of(together: Together, step: int, processes: int) -> dict[str, Any]
     return {
         name: named_arguments(together.models[name], program.served(trained(name)[1], batch(step, range(processes)))[1])
         for name, program in PROGRAMS.items()
+        if name in together.models
     }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_program_scores_the_same_outside(form: str, tmp_path: Path) -> None:
-    together, package = Together().train(), tmp_path / f"{form}.pt2"
+# Other tests compile the models that are missing here, or others like them.
+@pytest.mark.parametrize(
+    ("form", "programs"),
+    [("portable", ("multi-task",)), ("fast", ("two tower", "bert4rec", "multi-task", "managed"))],
+)
+def test_programs_score_the_same_outside(form: str, programs: tuple[str, ...], tmp_path: Path) -> None:
+    together, package = Together(programs).train(), tmp_path / f"{form}.pt2"
     cr.export(together, (requests_of(together, 0, 1),), package, form=form)
-    assert together.models["bert4rec"].training
+    assert together.models["multi-task"].training
     others = [requests_of(together, 9, count) for count in (1, 3)]
     expected = [scored(together, {"arguments": arguments}) for arguments in others]
     torch.save([flattened(arguments) for arguments in others], tmp_path / "requests")
@@ -180,7 +185,7 @@ def sums(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTenso
 
 
 def random(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-    return tables(sparse).values() + torch.rand(dense.shape[0], 1)
+    return dense + torch.rand(dense.shape[0], 1)
 
 
 def pooled(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:

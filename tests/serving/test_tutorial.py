@@ -6,12 +6,11 @@ import json
 import re
 import shutil
 import socket
-import subprocess
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from warm_command import comera_on_path
+from warm_command import run_commands
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 
@@ -29,16 +28,11 @@ def test_commands_run(trained: Path, tmp_path: Path, tmp_path_factory: pytest.Te
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 6
-    script = "set -e\n" + "".join(blocks).replace("8000", str(port))
-    with comera_on_path(tmp_path_factory.mktemp("bin")) as environment:
-        done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    printed = run_commands(PAGE, tmp_path, tmp_path_factory.mktemp("bin"), port=port)
     assert len(pq.read_table(tmp_path / "scores.parquet")) == 4000
-    answers = re.findall(r'\{"scores":.*?\}', done.stdout)
+    answers = re.findall(r'\{"scores":.*?\}', printed)
     assert len(answers) == 1
     assert 0 < json.loads(answers[0])["scores"][0] < 1
-    assert '"platform":"torch_aoti"' in done.stdout
-    assert "comera_requests_total" in done.stdout
+    assert '"platform":"torch_aoti"' in printed
+    assert "comera_requests_total" in printed
     assert (tmp_path / "today" / "manifest.json").exists()

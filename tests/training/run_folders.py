@@ -6,12 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from comera_rec.cli.main import main
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
 
 RANKS = ["ranks.early_steps=4", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.objective=budget"]
 DENSE = ["tables.format=dense", "linears.format=dense"]
+
+
+def call(*arguments: str) -> int:
+    """Run the command line; return its exit status."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    return int(stop.value.code or 0)
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 from comera_rec.cli.main import main
 from comera_rec.training.checkpoint import checkpoint_at
 from comera_rec.training.config import OptimizerConfig, load_config
-from comera_rec.training.evaluation import BestSoFar, evaluate
+from comera_rec.training.evaluation import evaluate
 from comera_rec.training.runs import load_run, open_run
 from comera_rec.training.step import rate_factor
 from comera_rec.training.trainer import Trainer
@@ -158,19 +158,12 @@ def test_no_checkpoint_is_the_best_while_ranks_shrink(config_file: Path) -> None
     assert min(measured, key=lambda step: measured[step]) < 8
 
 
-def test_best_so_far() -> None:
-    best = BestSoFar()
-    assert [best.observe(step, ne) for step, ne in ((1, 0.9), (2, 0.9), (3, 0.8), (4, 0.85))] == [True, False, True, False]
-    assert best == BestSoFar(step=3, ne=0.8, since=1)
-
-
 def test_a_teachers_predictions_take_the_place_of_labels(config_file: Path, tmp_path: Path) -> None:
     run(config_file, *DENSE, "training.steps=4", f"output={tmp_path / 'teacher'}")
     settings = [*DENSE, f"output={tmp_path / 'student'}", f"training.teacher={tmp_path / 'teacher'}"]
     student = Trainer(load_config(config_file, settings), load_run(tmp_path / "teacher")[0])
-    gradients = torch.autograd.grad(
-        student.step.loss_of(next(iter(student.loader))), list(student.optimizer.param_groups[0]["params"])
-    )
+    loss = student.step.loss_of(next(iter(student.loader)))
+    gradients = torch.autograd.grad(loss, student.optimizer.param_groups[0]["params"])
     assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-6, "who predicts like the teacher has nothing to learn"
 
 

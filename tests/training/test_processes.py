@@ -40,8 +40,8 @@ def train(rank: int, config_file: Path, *runs: list[str]) -> list[dict[str, Any]
 
 @pytest.mark.parametrize(
     "overrides",
-    [HOT_ROWS, [*RANKS, "ranks.objective=achievement", "ranks.threshold=0.9"], DENSE, ["tables.format=off"]],
-    ids=["hot rows", "achievement", "dense", "off"],
+    [HOT_ROWS, DENSE, ["tables.format=off"]],
+    ids=["hot rows", "dense", "off"],
 )
 def test_a_resumed_run_equals_an_unbroken_one_and_one_process_loads_it(
     config_file: Path, tmp_path: Path, overrides: list[str]
@@ -71,7 +71,7 @@ def test_a_resumed_run_equals_an_unbroken_one_and_one_process_loads_it(
         assert 0.97 * history[-1]["target_params"] <= history[-1]["params"] <= history[-1]["target_params"] + 1
 
 
-@pytest.mark.parametrize(("overrides", "before", "after"), [(DENSE, 1, 2), (HOT_ROWS, 2, 1), (HOT_ROWS, 4, 2)])
+@pytest.mark.parametrize(("overrides", "before", "after"), [(DENSE, 1, 2), (HOT_ROWS, 4, 2)])
 def test_another_number_of_processes_continues_a_run(
     config_file: Path, tmp_path: Path, overrides: list[str], before: int, after: int
 ) -> None:
@@ -99,7 +99,7 @@ def resume_and_save(rank: int, config_file: Path, overrides: list[str]) -> None:
     trainer.save()
 
 
-@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm"])
+@pytest.mark.parametrize("architecture", ["dcn", "deepfm"])
 def test_two_processes_start_from_the_initial_values_of_one(config_file: Path, tmp_path: Path, architecture: str) -> None:
     model = [f"model.architecture={architecture}"]
     one, two = tmp_path / "one", tmp_path / "two"
@@ -243,11 +243,11 @@ def test_a_failed_write_ends_the_run_at_the_next_step(config_file: Path, tmp_pat
 
 
 def test_a_launched_run_whose_processes_are_killed_restarts_and_equals_an_unbroken_one(config_file: Path, tmp_path: Path) -> None:
-    """One dies in a step, one while writing a checkpoint; the launcher restarts both each time. Only process 0 prints."""
+    """One dies while writing a checkpoint, and the launcher restarts both. Only process 0 prints."""
     settings = [*RANKS, "training.checkpoint_every=4", "training.steps=14"]
     run_processes(2, train, config_file, [f"output={tmp_path / 'unbroken'}", *settings])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    program = [str(Path(__file__).with_name("killed_run.py")), "0:1:step:6", "1:0:checkpoint:8"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    program = [str(Path(__file__).with_name("killed_run.py")), "8"]
     run = ["train", "--config", str(config_file), f"output={tmp_path / 'broken'}", *settings]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OMP_NUM_THREADS": "1"}
     launched = subprocess.run([*launcher, *program, *run], capture_output=True, text=True, env=environment, timeout=500)

