@@ -78,11 +78,11 @@ def lookup_by_batch() -> str:
     rows = select(committed(EPYC_AVX512, "lookup"), dim=64, order=2, pass_="step", unit="ms")
     lines = []
     for batch in (512, 2048, 16384):
-        pairs = [(one(rows, batch=batch, rank=rank, provider=name) for name in ("FBGEMM", ours)) for rank in (8, 16, 32)]
+        pairs = [[one(rows, batch=batch, rank=rank, provider=name) for name in ("FBGEMM", ours)] for rank in (8, 16, 32)]
         cells = [f"{tt.p50:.2f} / {fbgemm.p50:.2f} ms, {tt.p50 / fbgemm.p50:.2f}x" for fbgemm, tt in pairs]
         lines.append([f"{batch:,}", *cells])
     header = ["rows in a batch", *(f"TT rank {rank}: ours / FBGEMM's" for rank in (8, 16, 32))]
-    return markdown(header, lines) + source(EPYC_AVX512, "lookup", "lookup --only batch=512|2048|16384,order=2,dim=64")
+    return markdown(header, lines) + source(EPYC_AVX512, "lookup", "lookup --only batch=BATCH,order=2,dim=64")
 
 
 def lookup_on_gpu() -> str:
