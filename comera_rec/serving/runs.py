@@ -51,7 +51,10 @@ def _write(
     if schema.differences(Schema.from_manifest(manifest)):
         raise UserError(f"{run} was trained with other columns or vocabularies than {data} has: give the data set of the run")
     if package is not None:
-        check_vocabularies(package.metadata, manifest, data)
+        try:
+            check_vocabularies(package.metadata, manifest, data)
+        except ValueError as error:
+            raise UserError(f"{package.path} is not for the ids of {data} ({error}): export to {package.path.name}") from error
     split = next(name for name in ("test", "val", "train") if manifest.splits[name].rows)  # as the run was evaluated
     columns = list(schema.sparse)
     first = next(iter(ParquetBatches(data, split, batch_size=8)))

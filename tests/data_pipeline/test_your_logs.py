@@ -17,12 +17,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "your-logs.md"
 
 def test_commands_run(tmp_path: Path) -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     script = "set -e\n" + "".join(blocks)
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "report.html").exists()
+    assert (tmp_path / "run-2" / "report.html").exists()
     assert "extended matches its manifest: 500 rows" in done.stdout
     columns = {column.name: column for column in read_manifest(tmp_path / "orders").categorical_columns}
     assert columns["customer"].num_embeddings == 1000
