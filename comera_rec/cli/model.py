@@ -13,6 +13,7 @@ from comera_rec.cli.train import load_reachable_config
 from comera_rec.convert import compression_report, export_dense
 from comera_rec.data import ParquetBatches
 from comera_rec.ops.served_bags import DTYPES
+from comera_rec.serving.export import SUFFIXES
 from comera_rec.serving.forms import FORMS
 from comera_rec.serving.runs import export_run
 from comera_rec.training.compress import compress_run
@@ -73,7 +74,7 @@ def compress(run: str, config_path: str, output: str, overrides: tuple[str, ...]
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    metavar="MODEL.pt2|MODEL.onnx|DIR/",
+    metavar="MODEL.pt2|MODEL.weights|MODEL.onnx|DIR/",
     help="The file, or a dense model's folder.",
 )
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; default the one the run was trained on.")
@@ -91,6 +92,7 @@ def export(run: Path, output: Path, **options: Any) -> None:
 
     MODEL.pt2 is compiled by AOTInductor: it runs in Python and C++, takes dense [B, I] float32, values [V]
     int64 column by column and lengths [F * B] int64, and returns probabilities [B]. The form `portable` needs only torch.
+    MODEL.weights has the weights alone, for the code of MODEL.pt2 beside it, to which the server applies them.
     MODEL.onnx takes and returns the same, in onnxruntime.
     DIR/model.pt is the state dict of the dense model, such as TorchRec's DLRM over an EmbeddingBagCollection; DIR/model.json has
     its tables and layer sizes. Keys of model.pt have tables' names
@@ -101,7 +103,7 @@ def export(run: Path, output: Path, **options: Any) -> None:
       comera export --checkpoint runs/compressed --output model.pt2 --form fast --dtype int8
       comera export --checkpoint runs/compressed --output exported/
     """
-    if output.suffix not in (".pt2", ".onnx"):
+    if output.suffix not in SUFFIXES:
         _export_dense(run, output, last=options["last"])
         return
     metadata = export_run(run, output, **options)

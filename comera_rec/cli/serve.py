@@ -27,8 +27,8 @@ _PATH = click.Path(path_type=Path)
 def serve(**chosen: Any) -> None:
     """Answer requests over HTTP: encoded rows by the Open Inference Protocol, raw ones as plain JSON.
 
-    To update the model, rename a new version to MODEL.pt2: it is loaded and takes over between two requests. If it can't be loaded,
-    this is reported and the old one stays. /metrics is for Prometheus.
+    To update the model, rename a new version to MODEL.pt2, or new weights to MODEL.weights: they are loaded and take over between
+    two requests. What can't be loaded is reported, and the old version stays. /metrics is for Prometheus.
 
     \b
     Example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from comera_rec.report import write_report
 from comera_rec.training.config import RunConfig, load_config
 from comera_rec.training.model import Schema, with_reachable_compression
 from comera_rec.training.stopping import Interrupted
+from comera_rec.training.successor import start_after
 from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest
 
@@ -39,14 +41,20 @@ def load_reachable_config(path: str | None, overrides: Sequence[str]) -> RunConf
     help="The run's TOML file; keys that it lacks have their defaults.",
 )
 @click.option("--output", metavar="FOLDER", help="The run's folder; the same as output=FOLDER.")
+@click.option("--after", type=click.Path(path_type=Path), metavar="RUN", help="Start a new run from this one, on later data.")
 @click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
 @click.pass_context
-def train(context: click.Context, config_path: str | None, output: str | None, overrides: tuple[str, ...]) -> None:
+def train(
+    context: click.Context, config_path: str | None, output: str | None, after: Path | None, overrides: tuple[str, ...]
+) -> None:
     """Train a model, dense or compressed: DLRM, or another `model.architecture`.
 
     Everything is written to the config's `output` folder, with a report.html at the end. Running the command again resumes from the
     last checkpoint. SIGTERM and Ctrl-C stop after the current step, with a checkpoint. Under torchrun tables are sharded over the
     processes, which share each batch; `--max-restarts` resumes from the last checkpoint.
+
+    With --after, a new run starts from the weights, ranks and optimizer state of another one. Its data are the other run's, or come
+    from them by `comera transform`; with --extend, new ids get rows.
 
     \b
     Example:
@@ -55,6 +63,8 @@ def train(context: click.Context, config_path: str | None, output: str | None, o
       torchrun --nproc-per-node 2 --max-restarts 3 -m comera_rec.train --config examples/demo.toml data.path=data/
     """
     config = load_reachable_config(config_path, (*overrides, *([] if output is None else [f"output={output}"])))
+    if after is not None:
+        start_after(after, config)
     trainer = Trainer(config)
     is_first = WORLD.is_first  # after leaving the group, every process is alone
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 import tempfile
@@ -36,8 +37,20 @@ from comera_rec.serving.arguments import (
 from comera_rec.serving.decompositions import DECOMPOSITIONS
 from comera_rec.serving.forms import FORMS, id_limits, serving_copy
 from comera_rec.serving.onnx import write_onnx
-from comera_rec.serving.package import FORMAT_VERSION, FeatureInput, ModelMetadata, TensorInput, require_package, seal
+from comera_rec.serving.package import (
+    FORMAT_VERSION,
+    FeatureInput,
+    ModelMetadata,
+    ServingModel,
+    TensorInput,
+    require_package,
+    seal,
+    write_weights,
+)  # fmt: skip
 from data_pipeline.errors import UserError
+
+SUFFIXES = (".pt2", ".onnx", ".weights")
+Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 def export(
@@ -56,18 +69,21 @@ def export(
 
     A path MODEL.onnx is written as ONNX, with inputs and outputs of the same names; onnxruntime then runs the comparison.
 
+    A path MODEL.weights gets the weights alone, for the code of MODEL.pt2 beside it, which isn't compiled again: for a model that
+    has been trained further. `ServingModel.update` and the server replace the weights of the package by them.
+
     Args:
         model: any module; left as it is. A model without compressed tables is fine, too.
         sample_batch: the arguments of `forward`: a tuple, a dict by name, or a single argument. They are tensors,
             KeyedJaggedTensors, and tuples, lists, dicts and dataclasses of them; numbers and strings become constants.
-        path: the file, MODEL.pt2 or MODEL.onnx.
+        path: the file, MODEL.pt2, MODEL.onnx or MODEL.weights.
         form: "portable", with torch's operators alone, or "fast", with those of the library that is put beside the file; not for
-            ONNX.
+            ONNX. MODEL.weights has the form and the type of its package.
         dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
 
     Raises:
         ValueError: for an unknown form or type, a path that holds something else, a sample that `forward` doesn't take, a model
-            that can't be captured, or a package that returns other numbers than the model.
+            that can't be captured, a package that returns other numbers than the model, or weights that don't fit the package.
 
     Returns:
         The metadata of the package, with the names of inputs and outputs.
@@ -75,11 +91,16 @@ def export(
     path = Path(path)
     require_output(path)
     with work_folder(path) as work:
-        metadata = write_package(model, sample_batch, work / path.name, form=form, dtype=dtype)
-        if path.suffix == ".pt2":
+        metadata, _ = write_package(model, sample_batch, work / path.name, package_of(path), form=form, dtype=dtype)
+        if path.suffix != ".onnx":
             seal(work / path.name, metadata)
         put_in_place(work / path.name, path)
     return metadata
+
+
+def package_of(path: Path) -> ServingModel | None:
+    """Load the package that MODEL.weights is for; None for another path."""
+    return ServingModel(path.with_suffix(".pt2")) if path.suffix == ".weights" else None
 
 
 def put_in_place(written: Path, path: Path) -> None:
@@ -94,9 +115,9 @@ def require_output(path: Path) -> None:
     """Raise ValueError for a path that no package can be written to."""
     if path.is_dir():
         raise UserError(f"{path} is a folder: name a file, such as {path / 'model.pt2'}")
-    if path.suffix not in (".pt2", ".onnx"):
-        raise UserError(f"{path} doesn't end in .pt2 or .onnx: name a file such as model.pt2")
-    if path.suffix == ".pt2":
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path} doesn't end in {', '.join(SUFFIXES)}: name a file such as model.pt2")
+    if path.suffix != ".onnx":
         require_package(path)
 
 
@@ -110,12 +131,22 @@ def work_folder(output: Path) -> Iterator[Path]:
 
 
 def write_package(
-    model: nn.Module, sample_batch: Any, path: Path, *, form: str, dtype: str, facts: Mapping[str, str] | None = None
-) -> ModelMetadata:
+    model: nn.Module,
+    sample_batch: Any,
+    path: Path,
+    package: ServingModel | None = None,
+    *,
+    form: str,
+    dtype: str,
+    facts: Mapping[str, str] | None = None,
+) -> tuple[ModelMetadata, Run]:
     """Write a package without its metadata and, for the form "fast", the library of operators beside it.
 
-    Arguments, errors and what is returned are as for `export`; `facts` are for programs that read no JSON.
+    Arguments, errors and metadata are as for `export`; `package` is what MODEL.weights is for, and `facts` are for programs that
+    read no JSON. The function that is returned runs what was written.
     """
+    if package is not None:
+        form, dtype = package.metadata.form, package.metadata.dtype
     if form not in FORMS:
         raise UserError(f"form is {form!r}: choose {' or '.join(map(repr, FORMS))}")
     if path.suffix == ".onnx" and form != "portable":
@@ -138,11 +169,30 @@ def write_package(
         if dtype != "float32":  # the copy's rounded tables are what was asked for
             expected = {count: dict(zip(expected[rows], flat(*tensors), strict=True)) for count, tensors in flat_batches.items()}
         program = _captured(flat, flat_batches[2 * rows], inputs, form)
-    run: Callable[..., Sequence[Tensor]]
+    given = [leaf for _, leaf in leaves(batches[rows])]
+    in_code = program.graph_signature.lifted_tensor_constants
+    weights = {name: each for name, each in {**program.state_dict, **program.constants}.items() if name not in in_code}
+    metadata = ModelMetadata(
+        format_version=FORMAT_VERSION,
+        inputs=tuple(
+            replace(each, keys=id_limits(features, called)) if isinstance(each, FeatureInput) else each
+            for each, features in zip(inputs, given, strict=True)
+        ),
+        outputs=tuple(_described_outputs(expected[rows], expected[3 * rows], rows)),
+        library_version=version("comera-rec"),
+        torch_version=torch.__version__,
+        form=form,
+        dtype=dtype,
+        code=_code(program, weights),
+    )
+    run: Run
     if path.suffix == ".onnx":
         with _without_warnings():
             names = [name for each in inputs for name in (each.names if isinstance(each, FeatureInput) else (each.name,))]
             run = write_onnx(program, path, names, list(expected[rows]))
+    elif package is not None:
+        metadata = write_weights(path, metadata, weights, package)
+        run = package.loader.run
     else:
         _compile(program, path, facts or {})
         run = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
@@ -154,21 +204,9 @@ def write_package(
                 f"the package fails on {count} rows ({_one_line(error)}): give a model that takes any number"
             ) from error
         _require_same(expected[count], outputs, count)
-    if form == "fast":
+    if form == "fast" and package is None:
         shutil.copyfile(LIBRARY, path.with_name(LIBRARY.name))
-    given = [leaf for _, leaf in leaves(batches[rows])]
-    return ModelMetadata(
-        format_version=FORMAT_VERSION,
-        inputs=tuple(
-            replace(each, keys=id_limits(features, called)) if isinstance(each, FeatureInput) else each
-            for each, features in zip(inputs, given, strict=True)
-        ),
-        outputs=tuple(_described_outputs(expected[rows], expected[3 * rows], rows)),
-        library_version=version("comera-rec"),
-        torch_version=torch.__version__,
-        form=form,
-        dtype=dtype,
-    )
+    return metadata, run
 
 
 @contextmanager
@@ -252,12 +290,23 @@ def _one_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def _code(program: ExportedProgram, weights: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of what weights can be exchanged in."""
+    layout = [(name, str(each.dtype), tuple(each.shape), each.stride()) for name, each in sorted(weights.items())]
+    constants = [program.constants[name].tolist() for name in program.graph_signature.lifted_tensor_constants]
+    return hashlib.sha256(f"{program.graph_module.code}{layout}{constants}".encode()).hexdigest()
+
+
 def _compile(program: ExportedProgram, path: Path, facts: Mapping[str, str]) -> None:
     """Compile a captured model by AOTInductor."""
     with _without_warnings():
         pick_vec_isa()  # compiles programs to detect CPU features: in the common cache, or every export would repeat it
         with fresh_cache():  # a shared cache can mix weights and metadata of packages compiled at once
-            aoti_compile_and_package(program, package_path=str(path), inductor_configs={"aot_inductor.metadata": dict(facts)})
+            # Every weight stays one, or those that are small or have equal values would become part of the code.
+            configs = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
+            aoti_compile_and_package(
+                program, package_path=str(path), inductor_configs=configs | {"aot_inductor.metadata": dict(facts)}
+            )
 
 
 def _described_outputs(some: Mapping[str, Tensor], more: Mapping[str, Tensor], rows: int) -> Iterator[TensorInput]:

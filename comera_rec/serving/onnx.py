@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 
 from data_pipeline.errors import UserError, naming_extras
@@ -55,6 +57,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.repeat_interleave.self_Tensor: _repeat_interleave,
     torch.ops.aten._embedding_bag_forward_only.default: _embedding_bag,
     torch.ops.aten._embedding_bag.default: _embedding_bag,
+    # onnxscript writes these two as the logarithm of a sigmoid, which is wrong below -15 and infinite below -18.
+    torch.ops.aten.log_sigmoid.default: lambda self: -F.softplus(-self),
+    **get_decompositions([torch.ops.aten.binary_cross_entropy_with_logits]),
 }
 
 

@@ -3,19 +3,22 @@
 The file is a ZIP archive. Its comment is the checksum of its directory, which has the CRC-32 of every file. Damaged code would end
 the process that loads it, and damaged weights would give wrong scores, so all are compared before anything is loaded.
 
+MODEL.weights is an archive of the same kind: other weights for the code of one package, whose checksum its metadata names.
+
 B rows of a request, K keys of a KeyedJaggedTensor, V ids.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import lzma
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,7 +32,7 @@ from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
 
 FORMAT_VERSION = 3  # 1 had no checksum; 2 only models of `comera train`
-METADATA = "extra/comera_rec.json"  # in the archive's folder
+METADATA, WEIGHTS = "extra/comera_rec.json", "data/weights.pt"  # in the archive's folder
 OPERATOR = "served_bags"  # the operator that the form "fast" calls
 DATATYPES = {  # names of the Open Inference Protocol -> torch's
     "FP32": "float32", "FP64": "float64", "FP16": "float16", "INT64": "int64", "INT32": "int32", "INT16": "int16",
@@ -104,6 +107,8 @@ class ModelMetadata:
         library_version, torch_version: versions that wrote the package.
         form: "portable", with torch's operators alone, or "fast", with those of comera_rec beside it.
         dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
+        code: SHA-256 of the captured program, with names, types and shapes of its weights.
+        package: in MODEL.weights, the checksum of the package that it is for.
         run: what `comera export` adds.
     """
 
@@ -114,6 +119,8 @@ class ModelMetadata:
     torch_version: str
     form: str
     dtype: str
+    code: str = ""
+    package: str = ""
     run: RunMetadata | None = None
 
     @cached_property
@@ -151,7 +158,7 @@ def require_package(path: Path) -> None:
         return
     try:
         with zipfile.ZipFile(path) as archive:
-            is_package = any(name.endswith("_metadata.json") for name in archive.namelist())
+            is_package = any(name.endswith(("_metadata.json", METADATA)) for name in archive.namelist())
     except _BAD:
         is_package = False
     if not is_package:
@@ -164,6 +171,25 @@ def seal(path: Path, metadata: ModelMetadata) -> None:
         folder = archive.namelist()[0].partition("/")[0]
         archive.writestr(f"{folder}/{METADATA}", json.dumps(asdict(metadata)))
         archive.comment = _checksum(archive)
+
+
+def write_weights(path: Path, metadata: ModelMetadata, weights: Mapping[str, Tensor], package: ServingModel) -> ModelMetadata:
+    """Write MODEL.weights without its metadata, which is returned, and load the weights into the package.
+
+    Raises:
+        ValueError: if the code of the package is for another model.
+    """
+    ours, theirs = (asdict(replace(each, run=None)) for each in (metadata, package.metadata))
+    if differing := [name for name, value in ours.items() if value != theirs[name]]:
+        raise UserError(
+            f"the model doesn't fit {package.path} (they differ in {', '.join(differing)}): its layers, ranks or sizes, or the "
+            f"versions of libraries, have changed, so export it to {package.path.name}"
+        )
+    chosen = {name: weights[name].detach().clone() for name in package.loader.get_constant_fqns() if name in weights}
+    with zipfile.ZipFile(path, "w") as archive, archive.open(f"{path.stem}/{WEIGHTS}", "w", force_zip64=True) as file:
+        torch.save(chosen, file)
+    package.take(chosen, metadata)
+    return replace(metadata, package=package.checksum)
 
 
 def read_metadata(path: str | Path) -> ModelMetadata:
@@ -251,6 +277,10 @@ class ServingModel:
         self.path = Path(path)
         with _open(self.path) as file:
             self.metadata = _read(file, self.path, check=True)
+            if self.metadata.package:
+                raise UserError(f"{path} has weights alone: give the MODEL.pt2 that they are for")
+            with zipfile.ZipFile(file) as archive:
+                self.checksum = archive.comment.decode()
             version = self.metadata.library_version
             if self.metadata.form == "fast" and not hasattr(torch.ops.comera_rec, OPERATOR):
                 raise UserError(f"{path} calls comera_rec::{OPERATOR}, which {LIBRARY} lacks: install comera-rec {version}")
@@ -259,14 +289,34 @@ class ServingModel:
             checked = f"/proc/self/fd/{file.fileno()}"  # another file may have taken the path
             try:
                 # torch._inductor.aoti_load_package calls the same loader, but imports the compiler, which takes seconds and memory.
-                self._loader = torch._C._aoti.AOTIModelPackageLoader(checked, "model", False, 1, -1)
-                self._loader.run(self._zeros())  # initializes the model; fails if operators have changed since it was compiled
+                self.loader = torch._C._aoti.AOTIModelPackageLoader(checked, "model", False, 1, -1)
+                self.loader.run(self._zeros())  # initializes the model; fails if operators have changed since it was compiled
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
                 raise UserError(
                     f"{path} can't be loaded ({reason}): it was written by comera-rec {version} on torch "
                     f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the model again on this machine"
                 ) from error
+
+    def update(self, path: str | Path) -> None:
+        """Replace the weights by those of MODEL.weights, between two calls of any threads.
+
+        Raises:
+            ValueError: as `read_metadata`; if the file is damaged, or is for another package.
+        """
+        path = Path(path)
+        with _open(path) as file:
+            metadata = _read(file, path, check=True)
+            if metadata.package != self.checksum:
+                raise UserError(f"{path} is not for {self.path}: export the weights again beside it")
+            with zipfile.ZipFile(file) as archive:
+                content = next(archive.read(name) for name in archive.namelist() if name.endswith(WEIGHTS))
+        self.take(torch.load(io.BytesIO(content), weights_only=True), metadata)
+
+    def take(self, weights: dict[str, Tensor], metadata: ModelMetadata) -> None:
+        """Replace all weights."""
+        self.loader.load_constants(weights, False, True, True)  # calls hold Python's lock, so none is under way
+        self._weights, self.metadata = weights, metadata  # the loader refers to these tensors
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs, for the tensors that `metadata.names` names; lengths may be int32.
@@ -284,7 +334,7 @@ class ServingModel:
             for wanted, tensor in zip(self.metadata.tensors, tensors, strict=True)
         ]
         try:
-            outputs = self._loader.run([tensor.contiguous() for tensor in given])
+            outputs = self.loader.run([tensor.contiguous() for tensor in given])
         except RuntimeError:
             self._require_numbers(tensors)
             raise

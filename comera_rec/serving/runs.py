@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from comera_rec.data import ParquetBatches
-from comera_rec.serving.export import put_in_place, require_output, work_folder, write_package
-from comera_rec.serving.package import ModelMetadata, RunMetadata, seal
-from comera_rec.serving.vocabularies import offsets_of
+from comera_rec.serving.export import Run, package_of, put_in_place, require_output, work_folder, write_package
+from comera_rec.serving.package import ModelMetadata, RunMetadata, ServingModel, seal
+from comera_rec.serving.vocabularies import check_vocabularies, offsets_of
 from comera_rec.training.evaluation import evaluate
 from comera_rec.training.metrics import OneClass
 from comera_rec.training.model import Schema
@@ -37,28 +37,35 @@ def export_run(
     """
     require_output(output)
     with work_folder(output) as work:
-        metadata = _write(run, work / output.name, data, form, dtype, last)
+        metadata = _write(run, work / output.name, package_of(output), data, form, dtype, last)
         put_in_place(work / output.name, output)
     return metadata
 
 
-def _write(run: Path, path: Path, data: Path | None, form: str, dtype: str, last: bool) -> ModelMetadata:
+def _write(
+    run: Path, path: Path, package: ServingModel | None, data: Path | None, form: str, dtype: str, last: bool
+) -> ModelMetadata:
     model, config, schema = load_run(run, last=last)
     data = data or Path(config.data.path)
     manifest = read_manifest(data)
     if schema.differences(Schema.from_manifest(manifest)):
         raise UserError(f"{run} was trained with other columns or vocabularies than {data} has: give the data set of the run")
+    if package is not None:
+        try:
+            check_vocabularies(package.metadata, manifest, data)
+        except ValueError as error:
+            raise UserError(f"{package.path} is not for the ids of {data} ({error}): export to {package.path.name}") from error
     split = next(name for name in ("test", "val", "train") if manifest.splits[name].rows)  # as the run was evaluated
     columns = list(schema.sparse)
     first = next(iter(ParquetBatches(data, split, batch_size=8)))
     facts = {"integer_columns": str(len(schema.dense)), "table_rows": " ".join(map(str, schema.sparse.values()))}  # for C++
     sample = first.dense, _ordered(first.sparse, columns)
-    metadata = write_package(_Probabilities(model), sample, path, form=form, dtype=dtype, facts=facts)
+    metadata, packaged = write_package(_Probabilities(model), sample, path, package, form=form, dtype=dtype, facts=facts)
     if path.suffix == ".onnx":
         return metadata
     batches = ParquetBatches(data, split, batch_size=config.data.eval_batch_size)
     try:
-        trained, served = (evaluate(each, batches, torch.device("cpu")) for each in (model, _Packaged(path, columns)))
+        trained, served = (evaluate(each, batches, torch.device("cpu")) for each in (model, _Packaged(packaged, columns)))
     except OneClass:
         trained = served = {"auc": None, "ne": None}
     vocabularies = {column.name: column.vocabulary for column in manifest.categorical_columns}
@@ -92,13 +99,13 @@ class _Probabilities(nn.Module):
 class _Packaged(nn.Module):
     """A package with the signature that evaluation calls."""
 
-    def __init__(self, path: Path, columns: list[str]) -> None:
+    def __init__(self, run: Run, columns: list[str]) -> None:
         super().__init__()
-        self.loader, self.columns = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1), columns
+        self.run, self.columns = run, columns
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
         ordered = _ordered(features, self.columns)
-        (probabilities,) = self.loader.run([dense, ordered.values(), ordered.lengths()])
+        (probabilities,) = self.run([dense, ordered.values(), ordered.lengths()])
         logits: Tensor = probabilities.double().logit(eps=1e-12).view(len(dense), -1)
         return logits
 

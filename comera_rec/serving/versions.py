@@ -1,4 +1,4 @@
-"""The served model, which is replaced when its file is replaced."""
+"""The served model, which is replaced when its file is replaced, and its weights when theirs are."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from data_pipeline.manifest import file_sha256
 log = logging.getLogger("comera_rec.serving")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Version:
     """A loaded model and its vocabularies; a request keeps the version that it started with.
 
     Args:
-        number: first digits of the file's SHA-256.
+        number: first digits of the SHA-256 of the file that the weights are from.
         model: the model.
         encoder: encoder of raw rows; None if the vocabularies are missing.
         reason: why there is no encoder.
@@ -41,7 +41,7 @@ class ModelFile:
     """A package on disk and the version loaded from it, which `watch` keeps up to date.
 
     Args:
-        path: path of MODEL.pt2; put new versions there by renaming.
+        path: path of MODEL.pt2; put new versions there, and new weights at MODEL.weights, by renaming.
         data: folder of the vocabularies; None takes the one that the model names, if it exists.
         threads: number of threads that torch may use.
         observe: called with "loaded" or "refused" for every version.
@@ -53,9 +53,11 @@ class ModelFile:
     def __init__(
         self, path: Path, *, data: Path | None, threads: int, observe: Callable[[str], object] = lambda result: None
     ) -> None:
-        self.path, self.data, self._threads, self._observe = path, data, threads, observe
+        self.path, self.weights = path, path.with_suffix(".weights")
+        self.data, self._threads, self._observe = data, threads, observe
         self.name = path.stem
-        self._signature = self._stat()  # before loading: a file that arrives meanwhile is a new version
+        self._signature = _stat(path)  # before loading: a file that arrives meanwhile is a new version
+        self._weights_signature = _stat(self.weights)
         self.current = self._load()
 
     def _load(self) -> Version:
@@ -67,33 +69,51 @@ class ModelFile:
             if self.data:
                 raise
             reason = str(error)
-        return Version(number=file_sha256(self.path)[:12], model=model, encoder=encoder, reason=reason)
+        version = Version(number=_number(self.path), model=model, encoder=encoder, reason=reason)
+        if self.weights.exists():
+            try:
+                self._update(version)
+            except ValueError as error:  # weights of the former package
+                log.warning("%s", error)
+        return version
 
-    def _stat(self) -> tuple[int, int, int] | None:
-        try:
-            status = self.path.stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_size, status.st_mtime_ns
+    def _update(self, version: Version) -> None:
+        number = _number(self.weights)
+        version.model.update(self.weights)
+        version.number = number
 
     async def watch(self, seconds: float) -> None:
-        """Check the file every `seconds` until canceled; load a new one, then switch to it.
+        """Check the files every `seconds` until canceled; load a new one, then switch to it.
 
         A file that can't be loaded is reported once, and the present version stays.
         """
         while True:
             await asyncio.sleep(seconds)
-            signature = self._stat()
-            if signature in (None, self._signature):
+            signature, weights = _stat(self.path) or self._signature, _stat(self.weights)
+            is_package = signature != self._signature
+            if not is_package and weights in (None, self._weights_signature):
                 continue
-            self._signature = signature
+            self._signature, self._weights_signature = signature, weights
             try:
-                version = await asyncio.to_thread(self._load)
+                if is_package:
+                    self.current = await asyncio.to_thread(self._load)
+                else:
+                    await asyncio.to_thread(self._update, self.current)
             except Exception as error:  # whatever a broken file causes: the next one may be good
                 log.error("%s stays at version %s: %s", self.name, self.current.number, " ".join(str(error).split()))
                 self._observe("refused")
                 continue
-            self.current = version
-            del version  # or it would be kept until the next file
             log.warning("%s is at version %s", self.name, self.current.number)
             self._observe("loaded")
+
+
+def _stat(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _number(path: Path) -> str:
+    return file_sha256(path)[:12]

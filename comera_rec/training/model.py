@@ -33,13 +33,15 @@ from data_pipeline.manifest import Manifest
 class Schema:
     """What a model must know about its data: labels, the integer columns, and the categorical ones with their table sizes.
 
-    `vocabularies` has the SHA-256 of the vocabulary file of each column that has one.
+    `vocabularies` has the SHA-256 of the vocabulary file of each column that has one. `first` has, for columns whose vocabulary was
+    extended, the table size before: it decides the table's form and its shape, so that a model can grow with the vocabulary.
     """
 
     dense: tuple[str, ...]
     sparse: dict[str, Annotated[int, Field(ge=1, lt=2**63)]]
     vocabularies: dict[str, str] = field(default_factory=dict)
     labels: tuple[str, ...] = (LABEL,)
+    first: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> Schema:
@@ -51,6 +53,7 @@ class Schema:
                 c.name: c.vocabulary.sha256 for c in manifest.categorical_columns if c.vocabulary and c.vocabulary.sha256
             },
             labels=tuple(label.name for label in manifest.labels),
+            first={column.name: column.grown[0] for column in manifest.categorical_columns if column.grown},
         )
 
     def differences(self, other: Schema) -> list[str]:
@@ -122,6 +125,9 @@ def table_configs(config: RunConfig, schema: Schema) -> list[EmbeddingBagConfig]
         config.tables.require_tables([table.name for table in tables])
         tables = config.tables.table_configs(tables)
     for table in tables:
+        table.num_embeddings = schema.sparse[table.name]
+        if getattr(table, "shape", None):
+            table.shape = table.shape.covering(table.num_embeddings)
         table.name = _submodule_name(table.name)
     return tables
 
@@ -144,7 +150,7 @@ def _dense_table_configs(config: RunConfig, schema: Schema) -> list[EmbeddingBag
     dim = config.model.embedding_dim
     return [
         EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, embedding_dim=dim, feature_names=[name])
-        for name, num_embeddings in schema.sparse.items()
+        for name, num_embeddings in (schema.sparse | schema.first).items()
     ]
 
 

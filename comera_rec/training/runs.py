@@ -17,7 +17,7 @@ from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model
 from comera_rec.training.state import load_model_
 from data_pipeline.errors import UserError
-from data_pipeline.manifest import Manifest
+from data_pipeline.manifest import MANIFEST_NAME, Manifest, file_sha256, read_manifest
 
 CHECKPOINTS = "checkpoints"
 _WRITTEN = ("config.json", "metrics.jsonl", "result.json", "report.html")
@@ -92,6 +92,28 @@ def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, reco
             + (f" (they differ in {', '.join(columns)})" if columns else "")
             + ": give the same data set, or choose another output"
         )
+
+
+def require_successor(config: RunConfig, schema: Schema, run: Path, record: dict[str, Any]) -> None:
+    """Raise ValueError unless a new run can start from the one of a record: the same model, and its vocabularies, perhaps extended.
+
+    Ids keep their meaning along the data sets that `comera transform` made of each other.
+    """
+    present, recorded = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
+    free = ("seed", "data.", "training.")
+    if differing := [key for key in present if present[key] != recorded[key] and not key.startswith(free)]:
+        raise UserError(f"{run} has another config than the new run (in {', '.join(differing)}): give the same one")
+    known, folder = Schema.from_dict(record["schema"]), config.data.path
+    while differing := known.differences(schema):
+        origin = read_manifest(folder).transformed
+        folder = origin.data if origin else folder
+        path = Path(folder, MANIFEST_NAME)
+        if origin is None or not path.exists() or file_sha256(path) != origin.manifest_sha256:
+            raise UserError(
+                f"{config.data.path} doesn't extend the vocabularies that {run} was trained with (they differ in "
+                f"{', '.join(differing)}): make it by `comera transform --extend` from the run's data set, and keep that"
+            )
+        schema = Schema.from_manifest(read_manifest(folder))
 
 
 def open_run(folder: str | Path, *, last: bool = False) -> Checkpoint:

@@ -45,19 +45,27 @@ class TrainingState:
         extremes = [torch.stack(part.aminmax()) for value in self.tensors().values() for part in _parts(value) if part.numel()]
         return all(bool(extreme.isfinite().all()) for extreme in extremes)
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Load ranks, weights and optimizer state from a checkpoint, whatever number of processes saved it."""
+    def load(self, checkpoint: Checkpoint, *, grown: bool = False) -> None:
+        """Load ranks, weights and optimizer state from a checkpoint, whatever number of processes saved it.
+
+        If `grown`, on one process, tables may have more rows than in the checkpoint; these get initial values.
+        """
         for name, module in named_tt_modules(self._model):
             module.resize_ranks_([checkpoint.sizes[f"model/{name}.core_{k}"][3] for k in range(module.shape.order - 1)])
+            if grown:
+                module.reset_parameters()
         parameters, weights = dict(self._model.named_parameters()), self._model.state_dict()
         for entry, size in checkpoint.sizes.items():
             name, _, key = entry.removeprefix("optimizer/").rpartition("/")
             if entry.startswith("optimizer/") and name in parameters:  # others belong to other processes
                 parameter = parameters[name]
-                empty = torch.zeros_like(parameter) if size == weights[name].shape else parameter.new_zeros(size)  # such as a count
+                empty = torch.zeros_like(parameter) if len(size) == weights[name].dim() else parameter.new_zeros(size)  # a count
                 self._optimizer.state[parameter][key] = empty
         tensors = self.tensors()
-        checkpoint.read_into(tensors)
+        larger = [name for name, value in tensors.items() if grown and value.shape != checkpoint.sizes.get(name, value.shape)]
+        checkpoint.read_into({name: value for name, value in tensors.items() if name not in larger})
+        for name, value in checkpoint.read(larger).items():
+            tensors[name][tuple(map(slice, value.shape))] = value
         self._model.load_state_dict(_named(tensors, "model/"))
         load_optimizer_state_(self._model, self._optimizer, _named(tensors, "optimizer/"))
 

@@ -112,6 +112,11 @@ class TTShape:
         if num_rows > self.num_rows or num_cols > self.num_cols:
             raise UserError(f"shape spans {self.num_rows} x {self.num_cols}, less than {num_rows} x {num_cols}: enlarge its modes")
 
+    def covering(self, num_rows: int) -> TTShape:
+        """Return the shape with a first row mode that is large enough for a number of rows; ids keep their digits."""
+        first, *others = self.row_shape
+        return TTShape((max(first, -(-num_rows // math.prod(others))), *others), self.col_shape, self.ranks)
+
     def with_ranks(self, ranks: int | Sequence[int]) -> TTShape:
         """Return the same modes at other ranks."""
         return TTShape(self.row_shape, self.col_shape, ranks)

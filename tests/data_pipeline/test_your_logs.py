@@ -16,6 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "your-logs.md"
 def test_commands_run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     printed = run_commands(PAGE, tmp_path, tmp_path_factory.mktemp("bin"))
     assert (tmp_path / "run" / "report.html").exists()
+    assert (tmp_path / "run-2" / "report.html").exists()
     assert "extended matches its manifest: 500 rows" in printed
     columns = {column.name: column for column in read_manifest(tmp_path / "orders").categorical_columns}
     assert columns["customer"].num_embeddings == 1000

@@ -57,6 +57,14 @@ def test_onnxruntime_gives_the_models_numbers(name: str, dtype: str, atol: float
         np.testing.assert_allclose(actual, wanted.numpy(), atol=atol, rtol=1e-4)
 
 
+def test_losses_of_large_logits_are_exact(tmp_path: Path) -> None:
+    class Losses(torch.nn.Module):
+        def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return F.logsigmoid(logits), F.binary_cross_entropy_with_logits(logits, labels, pos_weight=torch.tensor(3.0))
+
+    cr.export(Losses(), (torch.tensor([-90.0, -16, 0, 16, 90]), torch.tensor([1.0, 0, 1, 0, 1])), tmp_path / "model.onnx")
+
+
 def test_what_onnx_lacks_is_refused(tmp_path: Path) -> None:
     class Sorts(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
