@@ -12,6 +12,7 @@ import fnmatch
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from filelock import SoftFileLock, Timeout
 
 from data_pipeline.errors import UserError
 
+_NAMED_AFTER = 1.0  # seconds in which a process has surely written its name into the lock that it made
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path drops one of the slashes of s3://
 
 
@@ -128,6 +130,10 @@ def locked(output: Path, tell: Callable[[str], None] = lambda line: None) -> Ite
         ValueError: another process is writing it.
     """
     lock = SoftFileLock(hidden(output, "lock"))
+    if _is_empty(lock):  # of a process that is about to write its name, or was killed before
+        time.sleep(_NAMED_AFTER)
+        if _is_empty(lock):
+            Path(lock.lock_file).unlink(missing_ok=True)
     left_by = lock.pid
     try:
         lock.acquire(timeout=0)
@@ -142,6 +148,13 @@ def locked(output: Path, tell: Callable[[str], None] = lambda line: None) -> Ite
         yield
     finally:
         lock.release()
+
+
+def _is_empty(lock: SoftFileLock) -> bool:
+    try:
+        return os.stat(lock.lock_file).st_size == 0
+    except FileNotFoundError:
+        return False
 
 
 def _holder(lock: SoftFileLock) -> str:

@@ -11,6 +11,7 @@ constexpr int64_t kRowWork = 4;                             // lookups that take
 constexpr int64_t kStripeProducts = 1024;                   // of a right half
 constexpr int64_t kStripeBytes = 32 << 20;                  // of the tables that are worked on at a time
 constexpr int64_t kFinishNumbers = 64 << 10;                // of a part of a core
+constexpr int64_t kRowsOfSlice = 2;                         // of a right slice, on average: with more, uses are not counted
 
 // Sums of a core's gradients, one for each stripe.
 struct StripeSums {
@@ -93,8 +94,9 @@ class TableGradients {
       for (size_t b = 0; b < hot_.size(); ++b) hot_sums_.push_back({hot_[b].rows, hot_projections_[b].each[stripe]});
     if (!finishes_at_once()) return;
     uses_ = Buffer<uint8_t>(table_.right.slices);
-    std::memset(uses_.get(), 0, size_t(table_.right.slices));
-    for (int64_t u = table_.row_begin; u < table_.row_end; ++u) {
+    const bool counts = table_.row_end - table_.row_begin < kRowsOfSlice * table_.right.slices;  // otherwise few have one row
+    std::memset(uses_.get(), counts ? 0 : 2, size_t(table_.right.slices));
+    for (int64_t u = table_.row_begin; counts && u < table_.row_end; ++u) {
       uint8_t& uses = uses_[lookups_.q[u] - table_.right.first];
       uses = uint8_t(std::min(uses + 1, 2));
     }

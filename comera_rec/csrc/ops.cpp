@@ -370,9 +370,10 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
   for (size_t k = cores.size(); k < count; ++k) {
     const Tensor& diagonal = diagonals[k - cores.size()];
     float* gradient = static_cast<float*>(std::get<0>(gradients)[k - cores.size()].data_ptr());
-    const int64_t slices = chosen == Update::Kind::row_wise_adagrad ? diagonal.numel() : 1, size = diagonal.numel() / std::max<int64_t>(slices, 1);
-    const Core core{diagonal.data_ptr(), number_of(diagonal, "diagonals"), slices, size, 0};
-    for (int64_t slice = 0; slice < slices; ++slice) kernels().update_slice(core, updates[k], slice, gradient + slice * size);
+    // Rows of a diagonal (r, 1) have one number each.
+    const int64_t size = chosen == Update::Kind::row_wise_adagrad ? 1 : std::max<int64_t>(1, diagonal.numel());
+    const Core core{diagonal.data_ptr(), number_of(diagonal, "diagonals"), diagonal.numel() / size, size, 0};
+    for (int64_t slice = 0; slice < core.slices; ++slice) kernels().update_slice(core, updates[k], slice, gradient + slice * size);
   }
   return gradients;
 }
@@ -397,6 +398,7 @@ void write_slots(Tensor all, Tensor few, std::vector<int64_t> slots) {
 }
 
 Tensor read_slots(Tensor all, std::vector<int64_t> slots, int64_t width) {
+  require(all.dim() == 2 && width > 0, "all has shape ", shape_of(all), " and width is ", width, ": give bags (B, S * width)");
   Tensor few = reused({all.size(0), int64_t(slots.size()) * width});
   for_slots(few, all, slots, [](float* bag, float* slot, size_t bytes) { std::memcpy(bag, slot, bytes); });
   return few;

@@ -126,6 +126,12 @@ def test_lock_of_a_process(options: PreprocessOptions) -> None:
     assert not [path.name for path in options.output.parent.iterdir() if path.name.startswith(".")]
 
 
+def test_lock_of_a_process_killed_before_it_wrote_its_name(options: PreprocessOptions, tmp_path: Path) -> None:
+    (tmp_path / ".data.lock").touch()
+    preprocess(options)
+    assert not (tmp_path / ".data.lock").exists()
+
+
 def test_lock_of_another_machine(options: PreprocessOptions, tmp_path: Path) -> None:
     """Whether its process runs is unknown here, so the message says which file to remove."""
     lock = tmp_path / ".data.lock"

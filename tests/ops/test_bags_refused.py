@@ -211,6 +211,22 @@ def test_gradients_of_other_sizes_and_types_are_refused(gradient: Tensor, messag
         ops.pool_into(gradient, *arguments.values())
 
 
+@pytest.mark.parametrize(
+    ("all_bags", "few", "slots", "message"),
+    [
+        (torch.ones(2, 12), torch.ones(3, 4), [0], r"few has shape \(3, 4\) and all \(2, 12\): give bags of as many samples"),
+        (torch.ones(2, 12), torch.ones(2, 4), [3], "slots hold 3, but there are 3"),
+        (torch.ones(2, 12), torch.ones(2, 4), [-1], "slots hold -1, but there are 3"),
+        (torch.ones(2, 12).double(), torch.ones(2, 4), [0], "all is not float32: convert it"),
+    ],
+)
+def test_slots_that_do_not_fit_are_refused(all_bags: Tensor, few: Tensor, slots: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch.ops.comera_rec.write_slots(all_bags, few, slots)
+    with pytest.raises(ValueError, match=r"all has shape \(2, 12\) and width is 0"):
+        torch.ops.comera_rec.read_slots(all_bags, slots, 0)
+
+
 SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
 SETTINGS = [0.1, 0, 0, 0, 0, 1, 1] * 8
 

@@ -59,7 +59,7 @@ def test_the_operators_accept_only_slice_major_cores(order: int, data: st.DataOb
     is_so = cores[k].as_strided((cores[k].numel(),), (1,)).tolist() == stored(cores[k], k, order)
     assert is_slice_major(cores[k], k, order) == is_so
     plan = plan_lookup([torch.tensor([0])], [[m for m, _ in modes]])
-    arguments = (cores, [], list(plan), torch.tensor([0, 1]), None, False, 1, 1, [], [])
+    arguments = (cores, [], list(plan), torch.tensor([0, 1]), None, False, [0], 1, 1, [], [])
     if is_so:
         torch.ops.comera_rec.pool(*arguments)
     else:
