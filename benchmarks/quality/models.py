@@ -209,7 +209,7 @@ def _fit_(
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * min(1.0, (1 - (step - 1) / steps) / DECAY)
         if teacher is not None:
-            rows = _labeled(teacher, torch.cat([rows.ids, task.data.unlabeled_ids(rows)]), rows.dense)
+            rows = labeled_by(teacher, torch.cat([rows.ids, task.data.unlabeled_ids(rows)]), rows.dense)
         loss = F.binary_cross_entropy_with_logits(model(rows), rows.labels)
         optimizer.zero_grad()
         (scheduler.loss(loss) if scheduler else loss).backward()
@@ -246,7 +246,7 @@ def _teacher(task: Task, seed: int) -> Model:
 
 
 @torch.no_grad()
-def _labeled(teacher: Model, ids: Tensor, dense: Tensor) -> Rows:
+def labeled_by(teacher: Model, ids: Tensor, dense: Tensor) -> Rows:
     """Return rows whose labels are a model's predictions (Hinton et al., Distilling the Knowledge, arXiv 1503.02531)."""
     rows = Rows(ids=ids, dense=F.pad(dense, (0, 0, 0, len(ids) - len(dense))), labels=torch.empty(len(ids)))
     return replace(rows, labels=teacher(rows).sigmoid())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.quality.codes import Clustered, MultiGranular
 from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows
 from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, Embeddings, shares
-from benchmarks.quality.models import Task, train
+from benchmarks.quality.models import Model, Task, labeled_by, train
 from benchmarks.quality.pruning import Thresholded, ThresholdSearch
 from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.storage import round_stochastically_
@@ -78,6 +78,16 @@ def test_every_method_starts_close_to_the_vectors(method: str, task: Task) -> No
     before = error()
     embeddings.start_(vectors, task.data.counts)
     assert error() < (0.9 if method == "hashing" else 0.6) * before
+
+
+def test_who_predicts_like_the_teacher_has_nothing_to_learn(task: Task) -> None:
+    teacher, rows = Model(task, "dense", 1), task.data.val
+    ids = torch.cat([rows.ids, task.data.unlabeled_ids(rows)])
+    labeled = labeled_by(teacher, ids, rows.dense)
+    loss = nn.functional.binary_cross_entropy_with_logits(teacher(labeled), labeled.labels)
+    assert max(float(gradient.abs().max()) for gradient in torch.autograd.grad(loss, list(teacher.parameters()))) < 1e-6
+    with torch.no_grad():
+        assert torch.equal(teacher(labeled)[: len(rows.labels)], teacher(rows))
 
 
 @pytest.mark.parametrize("method", ["TT adaptive", "TT + rows adaptive", "TT SVD", "pruning", "PEP"])
