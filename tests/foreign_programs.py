@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,7 +43,7 @@ def collection(device: str, *names: str) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables(*names), device=torch.device(device))
 
 
-class Program(nn.Module):
+class Program(nn.Module, ABC):
     """A model called with a batch, which returns its loss and logits.
 
     Attributes:
@@ -53,8 +54,9 @@ class Program(nn.Module):
     is_combined = True
     is_sharded = True
 
+    @abstractmethod
     def score(self, batch: Batch) -> Tensor:
-        raise NotImplementedError
+        """Return logits."""
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.score(batch)

@@ -91,8 +91,13 @@ void interact_backward(
     for (int64_t n = 0; n < N; ++n) to[n] = scratch.transposed[n] + lead_part[n];
     to = rows_gradient + sample * (F - 1) * N;
     const bool streams = N % 16 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0;
-    for (int64_t f = 1; f < F; ++f, to += N)
-      streams ? stream(to, scratch.transposed + f * columns, N) : void(std::memcpy(to, scratch.transposed + f * columns, 4 * N));
+    for (int64_t f = 1; f < F; ++f, to += N) {
+      if (streams) {
+        stream(to, scratch.transposed + f * columns, N);
+      } else {
+        std::memcpy(to, scratch.transposed + f * columns, 4 * N);
+      }
+    }
   }
   finish_streaming();
 }

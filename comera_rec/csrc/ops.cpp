@@ -333,7 +333,8 @@ void* state_of(const std::vector<Tensor>& states, size_t k, const Tensor& core, 
 std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
     std::optional<Tensor> weights, bool mean, std::vector<int64_t> slots, int64_t num_slots, int64_t num_cols,
-    std::vector<int64_t> hot_blocks, std::vector<int64_t> first_rows, std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind, std::vector<double> settings, int64_t seed) {
+    std::vector<int64_t> hot_blocks, std::vector<int64_t> first_rows, std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind,
+    std::vector<double> settings, int64_t seed) {
   const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows);
   require(kind >= 0 && kind <= int64_t(Update::Kind::adamw), "kind is ", kind, ": choose 0 to 4");
   const Update::Kind chosen = Update::Kind(kind);

@@ -88,6 +88,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._tt_configs = [config for config in configs if config.is_tt]
         self._names = dict(zip([config.name for config in configs], get_embedding_names_by_table(configs), strict=True))
         self._keys = self._keys_of(configs)
+        self._slots = {key: k for k, key in enumerate(self._keys)}
         self._tt_keys = self._keys_of(self._tt_configs)
         # The child names a feature after its table only where two dense tables share it.
         dense_names = [name for names in get_embedding_names_by_table(dense) for name in names]
@@ -163,14 +164,14 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
     ) -> Tensor:
         """Pool all features, [B, sum of N_f]: TT tables write their bags where they belong, dense ones are copied there."""
-        positions, bags = {key: k for k, key in enumerate(self._keys)}, None
+        bags = None
         for configs in groups:
-            slots = Slots([positions[key] for key in self._keys_of(configs)], len(self._keys), bags)
+            slots = Slots([self._slots[key] for key in self._keys_of(configs)], len(self._keys), bags)
             bags = self._pool_group(configs, features, by_feature, plans, slots)
         assert bags is not None
         if self.dense_bags is not None:
             dense = self.dense_bags(features)
-            of_dense = [positions[self._dense_keys[name]] for name in dense.keys()]  # noqa: SIM118  of a KeyedTensor
+            of_dense = [self._slots[self._dense_keys[name]] for name in dense.keys()]  # noqa: SIM118  of a KeyedTensor
             bags = write_slots(bags, dense.values(), of_dense)
         return bags
 
