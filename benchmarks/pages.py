@@ -49,6 +49,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-types": quality_tables.quality_of_dtypes,
     "quality-splits": quality_tables.quality_of_splits,
     "quality-meaning": quality_tables.quality_with_meaning,
+    "quality-rounded": quality_tables.quality_of_rounded,
     "quality-groups": quality_tables.quality_with_groups,
     "quality-converted": quality_tables.quality_of_converted,
     "quality-decays": quality_tables.quality_of_decays,

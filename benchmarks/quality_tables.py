@@ -13,7 +13,7 @@ from benchmarks.harness.trainings import SEEDS
 from benchmarks.quality.data_sets import LOGS
 from benchmarks.quality.embeddings import SPLITS
 from benchmarks.quality.runs import VARIED, chosen
-from benchmarks.quality.storage import DTYPES
+from benchmarks.quality.storage import BITS, DTYPES
 from benchmarks.tables import EPYC_AVX2, EPYC_AVX512, XEON, committed, markdown, source, spread
 
 METRICS: dict[str, Callable[[Row], float]] = {
@@ -162,6 +162,19 @@ def quality_with_meaning() -> str:
                 ]
                 lines.append([name, *cells])
     return markdown(["NE, AUC", *(f"{size}x" for size in sizes)], lines) + source(EPYC_AVX512, "quality", MEANING)
+
+
+def quality_of_rounded() -> str:
+    """NE and AUC of dense tables from vectors, rounded after training to fewer bits."""
+    runs = chosen(_committed(), order="similarity", start="vectors")
+    lines = []
+    for data in FEEDBACK:
+        rounded = [select(runs, data=data, provider=method) for method in BITS]
+        lines.append([DATA_SETS[data], *map(_ne_and_auc, (_dense(data, "vectors"), *rounded))])
+    sizes = [of[0].counted["dense_bytes"] / of[0].counted["bytes"] for of in rounded]
+    header = ["NE, AUC", "float32", *(f"{bits} bits, {size:.1f}x" for bits, size in zip(BITS.values(), sizes, strict=True))]
+    command = "quality --data DATA --only order=similarity,start=vectors,method=dense int4"
+    return markdown(header, lines) + source(EPYC_AVX512, "quality", command)
 
 
 def _by_knowledge() -> dict[str, list[Row]]:

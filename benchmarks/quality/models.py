@@ -28,7 +28,7 @@ from benchmarks.quality.codes import Clustered
 from benchmarks.quality.data_sets import DataSet, Rows
 from benchmarks.quality.embeddings import MIN_ROWS, SPLITS, TT, Embeddings, split_tables, tt_tables
 from benchmarks.quality.pruning import Pruning, ThresholdSearch
-from benchmarks.quality.storage import DTYPES, round_, round_stochastically_, stored_bytes
+from benchmarks.quality.storage import BITS, DTYPES, round_, round_dense_, round_stochastically_, stored_bytes
 from benchmarks.quality.tables import STD
 from comera_rec import RankConfig, RankScheduler
 from comera_rec.convert import fit_tables_
@@ -97,7 +97,7 @@ class Model(nn.Module):
     def __init__(self, task: Task, method: str, compression: float) -> None:
         super().__init__()
         counts = task.data.counts
-        kind, configs = "dense" if method in CONVERTED else method, None
+        kind, configs = "dense" if method in (*CONVERTED, *BITS) else method, None
         if method.startswith("TT"):
             kind = "dense" if method == "TT SVD" else method
             sizes = [len(count) for count in counts if len(count) >= MIN_ROWS]
@@ -154,6 +154,8 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, dty
     values, indices = embeddings.num_bytes()
     if dtype != "float32":
         values = stored_bytes(embeddings.tables, DTYPES[dtype])
+    if method in BITS:
+        values = sum(round_dense_(weight.data, BITS[method]) for weight in embeddings.tables.parameters())
     return {
         **evaluate(model, task.data.test),
         "val_ne": evaluate(model, task.data.val)["ne"],

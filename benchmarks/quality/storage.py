@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import fbgemm_gpu  # noqa: F401  registers its operators
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ METHODS = (
     "neighbors", "prefixes", "group and place",
 )  # fmt: skip
 """Methods that predict from the parameters that they train, all of which have rows."""
+BITS = {"dense int8": 8, "dense int4": 4, "dense int2": 2}
+"""Dense tables rounded after training, as FBGEMM stores quantized tables, by bits per number."""
 
 
 def stored_bytes(tables: nn.Module, dtype: torch.dtype) -> int:
@@ -36,6 +39,18 @@ def round_(tables: nn.Module, dtype: torch.dtype) -> None:
         numbers, scales = quantize(rows, least_type(rows.shape[1], dtype))
         rounded = numbers.float() if scales is None else numbers.float() * scales[:, None]
         _by_row(parameter).copy_(rounded.view_as(_by_row(parameter)))
+
+
+@torch.no_grad()
+def round_dense_(weight: Tensor, bits: int) -> int:
+    """Round the rows of a dense table as FBGEMM does, each to 2^bits numbers between its least and largest; return their bytes."""
+    if bits == 8:
+        stored = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(weight)
+        weight.copy_(torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(stored))
+    else:
+        stored = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(weight, bits)
+        weight.copy_(torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(stored, bits))
+    return int(stored.nbytes)
 
 
 @torch.no_grad()

@@ -15,8 +15,8 @@ from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows
 from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, Embeddings, shares
 from benchmarks.quality.models import Model, Task, labeled_by, train
 from benchmarks.quality.pruning import Thresholded, ThresholdSearch
+from benchmarks.quality.storage import BITS, round_dense_, round_stochastically_
 from benchmarks.quality.storage import METHODS as STORED_METHODS
-from benchmarks.quality.storage import round_stochastically_
 from benchmarks.quality.tables import Digits, DoesNotFit
 from comera_rec.convert.start import starting_rows
 
@@ -104,6 +104,18 @@ def test_tables_of_narrow_numbers_fill_the_bytes_of_float32_ones(method: str, dt
     narrow, wide = (train(dataclasses.replace(task, steps=3), method, 6, 0.01, 0, each) for each in (dtype, "float32"))
     assert narrow["bytes"] <= narrow["dense_bytes"] / 6
     assert narrow["optimizer_bytes"] >= wide["optimizer_bytes"], "at least as many numbers"
+
+
+@pytest.mark.parametrize(("method", "bytes_per_row"), [("dense int8", 8 + 8), ("dense int4", 4 + 4), ("dense int2", 2 + 4)])
+def test_rounded_dense_tables_count_the_bytes_that_serve_them(method: str, bytes_per_row: int, task: Task) -> None:
+    found = train(dataclasses.replace(task, steps=3), method, 10, 0.01, 0)
+    assert found["dense_bytes"] / found["bytes"] == pytest.approx(8 * 4 / bytes_per_row)
+    weight = torch.randn(50, 8)
+    before = weight.clone()
+    round_dense_(weight, BITS[method])
+    steps = before.max(dim=1).values - before.min(dim=1).values
+    assert ((weight - before).abs().max(dim=1).values <= 0.51 * steps / (2 ** BITS[method] - 1)).all()
+    assert max(len(row.unique()) for row in weight) <= 2 ** BITS[method]
 
 
 def test_numbers_are_rounded_without_bias() -> None:
