@@ -29,7 +29,7 @@ from data_pipeline.manifest import SPLITS, read_manifest
 from data_pipeline.synth import SynthOptions, synth
 from data_pipeline.verify import verify
 
-OURS, PANDAS, TORCHREC, DUCKDB = "comera-rec", "pandas", "torchrec", "duckdb"
+OURS, SIMILAR, PANDAS, TORCHREC, DUCKDB = "comera-rec", "comera-rec, by similarity", "pandas", "torchrec", "duckdb"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +38,17 @@ class LogCase(Sizes):
 
     providers: without the rivals that would take hours, or more memory than there is.
     rounds: how often each provider runs.
+    groups: how strongly values occur in groups, as in `comera synth --groups`.
     """
 
     rows: int
+    groups: float = 0.0
     providers: tuple[str, ...] = (OURS, PANDAS, DUCKDB, TORCHREC)
     rounds: int = 3
     dtype: str = "text"
 
     def shapes(self) -> dict[str, Any]:
-        return {"rows": self.rows}
+        return {"rows": self.rows, **({"groups": self.groups} if self.groups else {})}
 
 
 def cases(quick: bool) -> list[LogCase]:
@@ -58,6 +60,7 @@ def cases(quick: bool) -> list[LogCase]:
         LogCase(rows=5_000_000, providers=(OURS, PANDAS, DUCKDB), rounds=1),
         LogCase(rows=20_000_000, providers=(OURS, DUCKDB), rounds=1),
         LogCase(rows=100_000_000, providers=(OURS,), rounds=1),
+        *(LogCase(rows=rows, groups=0.5, providers=(OURS, SIMILAR), rounds=1) for rows in (1_000_000, 5_000_000, 20_000_000)),
     ]
 
 
@@ -69,9 +72,9 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             tqdm.write(f"preprocess, {case.shapes()}: without {name}, which is not installed (pip install {name})")
         samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in case.providers if name not in missing}
         with tempfile.TemporaryDirectory(dir=settings.data) as folder:
-            log = Path(settings.data or folder, f"log-{case.rows}-{settings.seed}.txt")
+            log = Path(settings.data or folder, f"log-{case.rows}-{case.groups}-{settings.seed}.txt")
             if not log.exists():
-                synth(SynthOptions(rows=case.rows, output=log, seed=settings.seed))
+                synth(SynthOptions(rows=case.rows, output=log, seed=settings.seed, groups=case.groups))
             for _ in range(case.rounds):
                 for name, runs in samples.items():
                     runs.append(_measure(name, log, Path(folder, name)))
@@ -97,12 +100,12 @@ def _measure(provider: str, log: Path, output: Path) -> tuple[float, float, floa
 
 
 def _require_right_data(providers: Sequence[str], folder: Path) -> None:
-    """Compare our data set with those of the scripts; where none of them ran, verify it against its manifest."""
+    """Compare our data set with those of the scripts; where none of them ran, verify ours against their manifests."""
     scripts = [name for name in providers if name in (PANDAS, DUCKDB)]
     for name in scripts:
         require_equal_data(folder / OURS, folder / name)
-    if not scripts:
-        verify(read_manifest(folder / OURS), folder / OURS)
+    for name in providers if not scripts else ():
+        verify(read_manifest(folder / name), folder / name)
 
 
 def require_equal_data(ours: Path, rival: Path) -> None:

@@ -107,8 +107,14 @@ def preprocess_with_us(log: Path, output: Path) -> None:
     preprocess(PreprocessOptions(inputs=(log,), output=output, memory_limit=MEMORY_LIMIT))
 
 
+def preprocess_by_similarity(log: Path, output: Path) -> None:
+    """The same with `--order similarity`."""
+    preprocess(PreprocessOptions(inputs=(log,), output=output, memory_limit=MEMORY_LIMIT, order="similarity"))
+
+
 PROVIDERS = {
     "comera-rec": preprocess_with_us,
+    "comera-rec, by similarity": preprocess_by_similarity,
     "pandas": preprocess_with_pandas,
     "duckdb": preprocess_with_duckdb,
     "torchrec": preprocess_with_torchrec,

@@ -23,6 +23,8 @@ MACHINES = {
     EPYC_AVX512: "2 cores of an AMD EPYC with AVX-512",
 }
 
+ORDERS = {"comera-rec": "by frequency", "comera-rec, by similarity": "by similarity"}
+
 
 @cache
 def committed(machine: str, benchmark: str) -> list[Row]:
@@ -174,6 +176,17 @@ def preprocess() -> str:
             cells.append(f"{ms[0].p50 / 1000:.1f} s, {mib[0].p50:,.0f} MiB" if ms else "")
         lines.append(cells)
     return markdown(["rows", *titles.values()], lines, left=0) + source(EPYC_AVX2, "preprocess")
+
+
+def preprocess_by_order() -> str:
+    """Whole preprocessing runs over logs with groups, in both orders of ids."""
+    rows = select(committed(EPYC_AVX512, "preprocess"), groups=0.5)
+    lines = []
+    for size in sorted({row.shapes["rows"] for row in rows}):
+        pairs = [[one(rows, provider=name, unit=unit, rows=size).p50 for unit in ("ms", "MiB")] for name in ORDERS]
+        lines.append([f"{size:,}", *(f"{ms / 1000:.1f} s, {mib:,.0f} MiB" for ms, mib in pairs)])
+    command = "preprocess --only groups=0.5"
+    return markdown(["rows", *ORDERS.values()], lines, left=0) + source(EPYC_AVX512, "preprocess", command)
 
 
 def whole_model() -> str:
