@@ -29,6 +29,7 @@ BENCHMARKS = {
     "mlperf": ("mlperf:run", "MLPerf's DLRM-DCNv2, tables 1,000 times smaller: a step part by part, peak memory"),
     "preprocess": ("preprocess:run", "raw logs to a data set: comera preprocess, pandas, DuckDB, torchrec; resumes"),
     "serve": ("serve:run", "requests: packages of a TT model and TorchRec's quantized dense one"),
+    "serve-http": ("serve_http:run", "one-row requests over HTTP: comera serve, Starlette under uvicorn, a bare echo"),
     "quality": ("quality.runs:run", "predictions of models whose tables take equal bytes; resumes"),
     "gpu-static": ("gpu.static:run", "the lookup's kernels, compiled for GPUs: registers, shared memory, instructions"),
 }

@@ -137,7 +137,7 @@ def providers(
     for name, (form, dtype) in OURS.items():
         packages[name] = folder / f"{name}.pt2"
         with torch.inference_mode(False):
-            cr.export(_Probabilities(model), sample, packages[name], form=form, dtype=dtype)
+            cr.export(Probabilities(model), sample, packages[name], form=form, dtype=dtype)
         calls[name] = partial(_first_output, ServingModel(packages[name]))
     packages[COMPILED] = folder / "dense.pt2"
     rival = CompiledModel(model, quantized_collection(served_tables(model))).eval()
@@ -146,7 +146,9 @@ def providers(
     return calls, packages
 
 
-class _Probabilities(nn.Module):
+class Probabilities(nn.Module):
+    """A model whose outputs are probabilities [B]."""
+
     def __init__(self, model: DLRM) -> None:
         super().__init__()
         self.model = model

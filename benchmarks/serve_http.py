@@ -1,0 +1,210 @@
+"""One-row requests over HTTP: `comera serve`, a handler of Starlette under uvicorn that calls the same package, and a bare echo.
+
+Load comes from this process, over as many connections as a case says; each sends its next request when it has its answer. Servers
+take turns, each in its own process. The echo parses requests with the same library and returns their bodies: it bounds any
+Python server beside this load. Rows have milliseconds of a request; `counted` has requests per second and the 99th percentile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httptools
+import numpy as np
+import orjson
+import torch
+import uvloop
+from torchrec import KeyedJaggedTensor
+
+import comera_rec as cr
+from benchmarks.harness.agreement import require_agreement
+from benchmarks.harness.environment import FOLDER
+from benchmarks.harness.measure import Settings, each_case
+from benchmarks.harness.rows import Row
+from benchmarks.harness.workload import Sizes
+from benchmarks.serve import Probabilities, ServeCase, build, draw_request
+from comera_rec.serving.package import ServingModel
+
+OURS, STARLETTE, ECHO = "comera serve", "uvicorn, Starlette", "echo"
+COMMANDS = {
+    OURS: ("comera_rec", "serve", "--port", "{port}", "--model", "{model}"),
+    STARLETTE: ("benchmarks.serve_http", "starlette", "{port}", "{model}"),
+    ECHO: ("benchmarks.serve_http", "echo", "{port}", "{model}"),
+}
+PATH = "/v2/models/model/infer"
+REQUESTS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpCase(Sizes):
+    """Connections, and rounds of some seconds for each server."""
+
+    connections: int = 32
+    rounds: int = 5
+    seconds: float = 6.0
+
+    def shapes(self) -> dict[str, Any]:
+        return {"connections": self.connections, "rows": 1}
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """Load the servers in turns."""
+    sizes = ServeCase(batch=1)
+    cases = [HttpCase()]
+    if settings.quick:
+        sizes = ServeCase(rows=(30_000, 9_000, 50), dim=16, compression=20, dense_arch=(32,), over_arch=(32,), batch=1)
+        cases = [HttpCase(connections=4, rounds=1, seconds=0.5)]
+    torch.manual_seed(settings.seed)
+    requests = [draw_request(sizes) for _ in range(REQUESTS)]
+    for case, rows in each_case("serve-http", cases, settings):
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder, "model.pt2")
+            dense, values, lengths = requests[0]
+            features = KeyedJaggedTensor([f"f{t}" for t in range(len(sizes.rows))], values, lengths=lengths)
+            cr.export(Probabilities(build(sizes)), (dense, features), model, form="fast")
+            expected = ServingModel(model)(*requests[0])[0]
+            bodies = [_body(*request) for request in requests]
+            samples: dict[str, list[float]] = {name: [] for name in COMMANDS}
+            rates: dict[str, list[float]] = {name: [] for name in COMMANDS}
+            for _ in range(case.rounds):
+                for name in COMMANDS:
+                    with _served(name, model) as port:
+                        answer = _post(port, bodies[0])
+                        if name != ECHO:
+                            scores = torch.tensor(answer["outputs"][0]["data"])
+                            require_agreement({"output": expected.double()}, {name: {"output": scores}})
+                        times, rate = uvloop.run(_load(port, bodies, case))
+                        samples[name] += times
+                        rates[name].append(rate)
+        counted = {
+            name: {"requests_per_s": median(rates[name]), "p99": float(np.percentile(times, 99))} for name, times in samples.items()
+        }
+        yield rows("run", "ms", samples, counted, (ECHO,))
+
+
+def _body(*inputs: torch.Tensor) -> bytes:
+    names, types = ("dense", "values", "lengths"), {torch.float32: "FP32", torch.int64: "INT64"}
+    tensors = [
+        {"name": name, "shape": list(tensor.shape), "datatype": types[tensor.dtype], "data": tensor.flatten().tolist()}
+        for name, tensor in zip(names, inputs, strict=True)
+    ]
+    return orjson.dumps({"inputs": tensors})
+
+
+@contextmanager
+def _served(name: str, model: Path) -> Iterator[int]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", *(word.format(port=port, model=model) for word in COMMANDS[name])]
+    server = subprocess.Popen(command, cwd=FOLDER.parent, stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.1)
+        yield port
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _post(port: int, body: bytes) -> Any:
+    connection = HTTPConnection("127.0.0.1", port)
+    connection.request("POST", PATH, body, {"Content-Type": "application/json"})
+    answer = orjson.loads(connection.getresponse().read())
+    connection.close()
+    return answer
+
+
+async def _load(port: int, bodies: list[bytes], case: HttpCase) -> tuple[list[float], float]:
+    """Send requests for the case's seconds; return the milliseconds of each, and how many were answered per second."""
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    messages = [f"{head}{len(body)}\r\n\r\n".encode() + body for body in bodies]
+    times: list[float] = []
+    start = time.perf_counter()
+
+    async def client(first: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        turn = first
+        while (sent := time.perf_counter()) < start + case.seconds:
+            writer.write(messages[turn % len(messages)])
+            answered = await reader.readuntil(b"\r\n\r\n")
+            assert answered.startswith(b"HTTP/1.1 200"), answered
+            length = re.search(rb"(?i)content-length: *(\d+)", answered)
+            assert length
+            await reader.readexactly(int(length[1]))
+            times.append(1000 * (time.perf_counter() - sent))
+            turn += case.connections
+        writer.close()
+
+    await asyncio.gather(*map(client, range(case.connections)))
+    return times, len(times) / (time.perf_counter() - start)
+
+
+class _Echo(asyncio.Protocol):
+    """Answers each request with its body."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: Any = transport
+        self.parser = httptools.HttpRequestParser(self)
+        self.body = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(self.body) + self.body)
+        self.body = b""
+
+
+async def _echo(port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(_Echo, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+def _starlette(port: int, path: str) -> None:
+    """Serve a package by the usual means: JSON in, one call of the model for each request, JSON out."""
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    torch.set_num_threads(1)
+    model, types = ServingModel(path), {"FP32": torch.float32, "INT64": torch.int64}
+
+    async def infer(request: Request) -> Response:
+        inputs = orjson.loads(await request.body())["inputs"]
+        tensors = [torch.tensor(each["data"], dtype=types[each["datatype"]]).view(each["shape"]) for each in inputs]
+        scores = model(*tensors)[0]
+        output = {"name": "output", "shape": list(scores.shape), "datatype": "FP32", "data": scores.tolist()}
+        return Response(orjson.dumps({"outputs": [output]}), media_type="application/json")
+
+    app = Starlette(routes=[Route(PATH, infer, methods=["POST"])])
+    uvicorn.run(app, port=port, log_level="error", access_log=False, loop="uvloop", http="httptools")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "echo":
+        uvloop.run(_echo(int(sys.argv[2])))
+    else:
+        _starlette(int(sys.argv[2]), sys.argv[3])
