@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from comera_rec.tt import TTShape, first_rows, max_ranks, tt_svd_spectra
 
 _ROUNDS = (4.0, 2.0, 1.4)
 """Multiples of the budget to which tables with hot rows shrink in turn; cores and blocks are fitted again at each."""
-_WORTHWHILE = 2 / 3
-"""Hot rows are kept up to this error, relative to cores alone, which train better even where they come less close."""
 
 
 def fit_tables_(
@@ -34,8 +31,6 @@ def fit_tables_(
 
     Columns of hot rows are treated as ranks: a block's singular values are those of its rows, each scaled by the root of its
     importance. Cores and blocks are fitted in turns, each to the residual of the others, while the size shrinks to the budget.
-    Unless they lower the error by a third, compared with cores alone of the whole budget, blocks lose all columns: for ids in an
-    order of similarity, cores alone predict better after training.
 
     Args:
         tables: the tables to set; with a budget, four times their ranks and widths are tried, and at least 32 ranks.
@@ -46,38 +41,9 @@ def fit_tables_(
             Factorization, ICLR 2022). For cores it is averaged over the rows of a leading digit. Default: equal.
     """
     importances = importance or [None] * len(tables)
-    given = list(zip(tables, weights, importances, strict=True))
+    fits = [_Fit(*each, chooses=budget_params is not None) for each in zip(tables, weights, importances, strict=True)]
     has_hot_rows = any(table.num_hot_rows for table in tables)
-    candidates = [_solved(given, budget_params, _ROUNDS if has_hot_rows else ())]
-    if has_hot_rows and budget_params is not None:
-        candidates.append(_solved(given, budget_params, (), hot_rows=False))
-    errors = []
-    for fits in candidates:
-        for fit in fits:
-            fit.store_()
-        errors.append(sum(squared_error(*each) for each in given) if len(candidates) > 1 else 0.0)
-    if errors[0] < _WORTHWHILE * errors[-1]:
-        for fit in candidates[0]:
-            fit.store_()
-
-
-@torch.no_grad()
-def squared_error(table: TTTable, weight: Tensor, importance: Tensor | None = None) -> float:
-    """Sum the squared errors of a table's rows as an approximation of a matrix [M, N], each times its importance [M]."""
-    errors = (weight - table.dense_matrix()).square().sum(dim=1)
-    return float(errors.sum() if importance is None else importance.to(errors) @ errors)
-
-
-def _solved(
-    given: Sequence[tuple[TTTable, Tensor, Tensor | None]],
-    budget_params: int | None,
-    rounds: Sequence[float],
-    *,
-    hot_rows: bool = True,
-) -> list[_Fit]:
-    """Fit tables to matrices within a budget, in several rounds; without `hot_rows`, blocks get no columns."""
-    fits = [_Fit(*each, chooses=budget_params is not None, hot_rows=hot_rows) for each in given]
-    for factor in (*rounds, 1.0):
+    for factor in (*_ROUNDS, 1.0) if has_hot_rows else (1.0,):
         for fit in fits:
             fit.solve()
         if budget_params is None:
@@ -90,7 +56,7 @@ def _solved(
             fit.cut([[int(mask.sum()) for mask in next(masks)] for _ in fit.shapes])
     for fit in fits:
         fit.solve()
-    return fits
+        fit.store_()
 
 
 class _Fit:
@@ -102,19 +68,16 @@ class _Fit:
         cores: cores, per shape.
     """
 
-    def __init__(self, table: TTTable, weight: Tensor, importance: Tensor | None, *, chooses: bool, hot_rows: bool) -> None:
+    def __init__(self, table: TTTable, weight: Tensor, importance: Tensor | None, *, chooses: bool) -> None:
         self.table, self.weight = table, table.by_row(weight.detach())
         self.importance = None if importance is None else table.by_row(importance)
-        blocks = list(table.hot_blocks()) if hot_rows else []
-        self.spans = [slice(block.first, block.first + block.num_rows) for block in blocks]
-        self.hot = self.weight[: table.num_hot_rows if hot_rows else 0]
-        self.shapes = [module.shape for module in (table, *blocks)]
+        self.hot = self.weight[: table.num_hot_rows]
+        self.spans = [slice(block.first, block.first + block.num_rows) for block in table.hot_blocks()]
+        shape, blocks = table.shape, [block.shape for block in table.hot_blocks()]
+        self.shapes = [shape, *blocks]
         if chooses:
-            shape, *others = self.shapes
-            left_over = sum(block.shape.num_params for block in table.hot_blocks()) if not hot_rows else 0
-            factor = max(4.0, 2 + 2 * left_over / shape.num_params)
-            self.shapes = [_with_ranks(shape, [max(32, int(factor * r)) for r in shape.ranks])]
-            self.shapes += [_with_ranks(block, [4 * r for r in block.ranks]) for block in others]
+            self.shapes = [_with_ranks(shape, [max(32, 4 * r) for r in shape.ranks])]
+            self.shapes += [_with_ranks(block, [4 * r for r in block.ranks]) for block in blocks]
         self.scores: list[list[Tensor]] = []
         self.cores: list[list[Tensor]] = []
 
@@ -155,9 +118,9 @@ class _Fit:
         ]
 
     def store_(self) -> None:
-        """Set the table's parameters; blocks that were left out get no columns."""
-        for module, cores in zip_longest((self.table, *self.table.hot_blocks()), self.cores):
-            module.set_cores_(cores) if cores else module.resize_ranks_([0])
+        """Set the table's parameters."""
+        for module, cores in zip((self.table, *self.table.hot_blocks()), self.cores, strict=True):
+            module.set_cores_(cores)
 
 
 def _with_ranks(shape: TTShape, ranks: Sequence[int]) -> TTShape:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comera_rec.convert.budget import fit_tables_, squared_error
+from comera_rec.convert.budget import fit_tables_
 from comera_rec.nn import TTTable
 
 _STD = 0.1  # of the rows' entries
@@ -42,10 +42,9 @@ def start_from_vectors_(table: TTTable, vectors: Tensor, importance: Tensor | No
     ranks = [module.shape.ranks for module in (table, *table.hot_blocks())]
     budget = sum(module.shape.num_params for module in (table, *table.hot_blocks()))
     fit_tables_([table], [rows], budget, [importance])
-    squares = rows.square().sum(dim=1)
-    if squared_error(table, rows, importance) <= _MOST_ERROR * float(
-        squares.sum() if importance is None else importance.float() @ squares
-    ):
+    weights = torch.ones(len(rows)) if importance is None else importance.float()
+    squares, errors = (weights @ x.square().sum(dim=1) for x in (rows, rows - table.dense_matrix()))
+    if bool(errors <= _MOST_ERROR * squares):
         return True
     for module, former in zip((table, *table.hot_blocks()), ranks, strict=True):
         module.resize_ranks_(former)

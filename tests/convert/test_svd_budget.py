@@ -94,17 +94,6 @@ def test_hot_rows_and_ranks_share_a_budget() -> None:
     assert weighted_error(with_rows, weight, frequency) < 0.2 * weighted_error(without_rows, weight, frequency)
 
 
-def test_hot_rows_go_where_cores_alone_come_closer() -> None:
-    """Rows that a TT matrix represents, within a budget that its cores fill: a split with hot rows would lose some of it."""
-    shape = TTShape((20, 20), (4, 4), 8)
-    weight = tt_to_dense([torch.randn(size, dtype=torch.float64) for size in shape.core_shapes], shape)
-    (table,) = fit([weight], [shape.with_ranks(2)], shape.num_params, hot_rows=((40, 16), (200, 2)))
-    assert table.shape.ranks == (8,)
-    assert [block.shape.ranks for block in table.hot_blocks()] == [(0,), (0,)]
-    torch.testing.assert_close(table.dense_matrix(), weight)
-    torch.testing.assert_close(table(torch.arange(0, 400, 7)[:, None]), weight[::7], msg="looked up")
-
-
 def test_blocks_that_save_little_lose_their_columns() -> None:
     weight, frequency = torch.randn(300, 16), torch.ones(300)
     frequency[:20] = 1e4
