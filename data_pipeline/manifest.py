@@ -137,6 +137,7 @@ class CategoricalColumn:
     one's vocabulary extended, oldest first; lower ids belong to them, and a new sequence of falling counts starts at each.
     order: "similarity" if ids of the first vocabulary are in an order of similarity within bands (`data_pipeline.similarity`).
     vectors: of an order of similarity, an .npy file: float16 [rows, K + 1] for ids from 1 on; the last coordinate is the frequency.
+    head: of an order of similarity, the share of all occurrences that the most frequent twentieth of the values has.
     """
 
     name: str
@@ -151,6 +152,7 @@ class CategoricalColumn:
     grown: tuple[int, ...] = ()
     order: Order = "frequency"
     vectors: Shard | None = None
+    head: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

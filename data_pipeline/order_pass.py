@@ -32,6 +32,7 @@ from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import write_vocabulary
 
 _MOST_CELLS = 1 << 25
+_HEAD = 20  # values for each one whose share of the occurrences is told
 _BYTES_PER_CELL, _BYTES_PER_VALUE = 16, 768  # of memory while vectors are computed and ordered
 
 
@@ -173,6 +174,8 @@ def _write_ordered(job: Job, column: CategoricalColumn, vectors: np.ndarray) -> 
                 yield keys[of_head:], counts[of_head:]
 
     rows, key_dtype = column.vocabulary.rows, job.schema.key_dtype
+    counts = np.concatenate([group.column("count").to_numpy() for _, group in read_row_groups(path)])
+    head = float(counts[: -(-rows // _HEAD)].sum() / counts.sum())
     file, table = write_vocabulary(column.name, blocks, rows, key_dtype=key_dtype, data=job.work.data)
     kept = describe_file(vectors_path, job.work.data, rows=len(order))
-    return replace(column, vocabulary=file, table=table, order="similarity", vectors=kept)
+    return replace(column, vocabulary=file, table=table, order="similarity", vectors=kept, head=head)

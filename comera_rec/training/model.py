@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Annotated, Any, cast
 
 import torch
@@ -23,10 +24,13 @@ from torchrec.optim.keyed import KeyedOptimizer
 from comera_rec.nn import replace_modules_
 from comera_rec.rank import rank_param_groups
 from comera_rec.recsys import build_deepfm, build_dlrm
-from comera_rec.training.config import OptimizerConfig, RunConfig
+from comera_rec.training.config import OptimizerConfig, RunConfig, TablesConfig
 from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
+
+_OF_FEW = 0.5
+"""Share of occurrences that the most frequent twentieth of the values must have for hot rows, if ids are in order of similarity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,7 @@ class Schema:
 
     `vocabularies` has the SHA-256 of the vocabulary file of each column that has one. `first` has, for columns whose vocabulary was
     extended, the table size before: it decides the table's form and its shape, so that a model can grow with the vocabulary.
+    `heads` has, for columns in order of similarity, the share of occurrences that the most frequent twentieth of the values has.
     """
 
     dense: tuple[str, ...]
@@ -42,6 +47,7 @@ class Schema:
     vocabularies: dict[str, str] = field(default_factory=dict)
     labels: tuple[str, ...] = (LABEL,)
     first: dict[str, int] = field(default_factory=dict)
+    heads: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> Schema:
@@ -54,6 +60,7 @@ class Schema:
             },
             labels=tuple(label.name for label in manifest.labels),
             first={column.name: column.grown[0] for column in manifest.categorical_columns if column.grown},
+            heads={column.name: column.head for column in manifest.categorical_columns if column.head is not None},
         )
 
     def differences(self, other: Schema) -> list[str]:
@@ -123,7 +130,11 @@ def table_configs(config: RunConfig, schema: Schema) -> list[EmbeddingBagConfig]
     tables = _dense_table_configs(config, schema)
     if config.tables.format == "tt":
         config.tables.require_tables([table.name for table in tables])
-        tables = config.tables.table_configs(tables)
+        compression: TablesConfig = config.tables
+        heads = [schema.heads[t.name] for t in tables if t.name in schema.heads and not compression.reason_to_stay_dense(t)]
+        if compression.hot_rows == "auto" and heads and fmean(heads) < _OF_FEW:
+            compression = replace(compression, hot_rows=0)
+        tables = compression.table_configs(tables)
     for table in tables:
         table.num_embeddings = schema.sparse[table.name]
         if getattr(table, "shape", None):

@@ -70,6 +70,8 @@ def test_neighbors_belong_to_one_group(options: Callable[..., PreprocessOptions]
     rows = grouped_rows(20_000)
     manifest = preprocess(options(rows, "similar"))
     assert [column.order for column in manifest.categorical_columns] == ["similarity"] * 2
+    counts = np.sort(np.bincount([user for _, user, _ in rows[:16_000]]))[::-1]  # of the training rows
+    assert manifest.categorical_columns[0].head == pytest.approx(counts[: VALUES // 20].sum() / 16_000)
     verify(manifest, options(rows, "similar").output)
     for column in (1, 2):
         ids, counts = ids_and_counts(rows, options(rows, "similar").output, column)

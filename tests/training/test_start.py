@@ -14,6 +14,7 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.testing import run as run_processes
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import load_config
+from comera_rec.training.model import Schema, table_configs
 from comera_rec.training.trainer import Trainer
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
@@ -62,6 +63,15 @@ def test_the_start_is_the_same_on_any_number_of_processes(
         (rows,) = (value for name, value in one.items() if name.endswith("C3.weight") and name.startswith("model"))
         assert torch.equal(rows[0], torch.zeros(8))
         torch.testing.assert_close(rows[1:] / rows[1:].norm(), vectors[:, :8] / vectors[:, :8].norm())
+
+
+@pytest.mark.parametrize(("heads", "has_hot_rows"), [({}, True), ({"C1": 0.7, "C2": 0.4}, True), ({"C1": 0.55, "C2": 0.4}, False)])
+def test_hot_rows_are_for_ids_of_which_few_make_up_most_lookups(
+    config_file: Path, heads: dict[str, float], has_hot_rows: bool
+) -> None:
+    config = load_config(config_file, ["tables.compression=10", "tables.tt_ranks=none", "tables.min_rows=100"])
+    tables = table_configs(config, Schema(dense=("I1",), sparse={"C1": 20_000, "C2": 9000, "C3": 50}, heads=heads | {"C3": 1.0}))
+    assert [bool(getattr(table, "hot_rows", ())) for table in tables] == [has_hot_rows, has_hot_rows, False]
 
 
 def test_a_data_set_without_vectors_says_what_to_do(config_file: Path) -> None:
