@@ -86,7 +86,7 @@ class Model(nn.Module):
         self.bags = TTEmbeddingBagCollection(tables(case.weighted), case.weighted)
         self.bags.tt_bag("two").set_row_order_(torch.randperm(1000))
         self.bags.tt_bag("average").set_row_order_(torch.randperm(900))
-        self.over = nn.Linear(sum(self.bags.output_lengths()), 3)
+        self.over = nn.Linear(sum(each.embedding_dim * len(each.feature_names) for each in self.bags.embedding_bag_configs()), 3)
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         """Return the loss, in the form that the pipeline expects, and the logits."""
