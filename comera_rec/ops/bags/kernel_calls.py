@@ -69,7 +69,7 @@ class KernelCalls:
         self.ranks = [core.shape[3] for core in self._sides[0]]
         self.num_bags, self.num_ids = offsets.shape[0] - 1, self._pairs.shape[1]
         self._bag_counts = {"num_bags": self.num_bags, "features": features}
-        self._pooling = {"mode": mode, "weighted": weights is not None}
+        self._pooling: dict[str, Any] = {"mode": mode, "weighted": weights is not None}
         aligned = all(
             _address(core) % 16 == 0 and core.shape[0] * core.shape[2] * core.shape[3] * core.element_size() % 16 == 0
             for core in cores
