@@ -172,22 +172,6 @@ def test_initial_weights_and_bias_are_spread_like_those_of_a_dense_layer(order: 
     assert float(biases.std()) == pytest.approx((3 * 512) ** -0.5, rel=0.05)
 
 
-@pytest.mark.parametrize("wrong", [{"bias": None}, {"bias": torch.ones(20)}, {"rank_2": None}, {"core_1": torch.ones(5, 3, 1, 6)}])
-@pytest.mark.parametrize("rank", [2, 5])
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_state_dict_that_does_not_fit_changes_nothing(nested: bool, rank: int, wrong: dict[str, Tensor | None]) -> None:
-    layer = build((15, 21, 4), rank=rank)
-    shape, contraction, before = layer.shape, layer.contraction(7), {k: v.detach().clone() for k, v in layer.named_parameters()}
-    parameters = dict(layer.named_parameters())
-    saved = {**build((15, 21, 4), rank=5).state_dict(), **wrong}
-    state = {f"0.{name}" if nested else name: value for name, value in saved.items() if value is not None}
-    with pytest.raises(RuntimeError, match=rf"{next(iter(wrong))}"):
-        (nn.Sequential(layer) if nested else layer).load_state_dict(state)
-    assert (layer.shape, layer.contraction(7)) == (shape, contraction)
-    assert all(parameter is parameters[name] for name, parameter in layer.named_parameters())
-    torch.testing.assert_close({k: v.detach() for k, v in layer.named_parameters()}, before, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
