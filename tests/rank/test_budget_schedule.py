@@ -193,20 +193,6 @@ def test_hot_rows_that_explain_all_gradients_leave_their_table_a_rank() -> None:
     assert 0 < block.shape.ranks[0] < 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"objective": "budgets", "target_size": 0.5}, "objective is 'budgets': choose 'achievement' or 'budget'"),
-        ({"score": "size", "target_size": 0.5}, "score is 'size': choose one of 'taylor', 'norm', 'magnitude'"),
-        ({"score": "taylor", "objective": "achievement", "target_size": 0.5}, "score is 'taylor', which reads gradients that"),
-        ({"target_size": 0.5, "target_bytes": 4}, "target_size 0.5 and target_bytes 4 are given: give one target"),
-    ],
-)
-def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config(**arguments)
-
-
 def test_a_compression_beyond_what_the_dense_layers_allow_is_refused_at_once() -> None:
     with pytest.raises(
         ValueError, match=r"target_compression is 500.0 but layers outside TT modules take 260 of .* dense bytes: give"

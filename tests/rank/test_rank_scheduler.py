@@ -71,12 +71,6 @@ def test_a_step_says_whether_it_truncated() -> None:
     assert [entry["step"] for entry in regression.scheduler.history] == [0, 3, 4, 6, 8]
 
 
-def test_a_loss_of_one_number_in_a_vector() -> None:
-    regression = Regression(RankConfig(early_steps=30))
-    loss = regression.scheduler.loss(regression.task_loss().view(1))
-    assert loss.shape == ()
-
-
 def test_early_then_done_without_a_target() -> None:
     regression = Regression(RankConfig(early_steps=30, truncate_every=10))
     scheduler = regression.scheduler
@@ -331,9 +325,11 @@ def test_an_optimizer_without_the_cores_is_refused() -> None:
             RankScheduler(model, Adam(parameters), RankConfig(early_steps=2))
 
 
-def test_a_loss_for_each_sample_is_refused() -> None:
+def test_a_loss_is_one_number() -> None:
+    scheduler = Regression(RankConfig(early_steps=2)).scheduler
+    assert scheduler.loss(torch.ones(1)).shape == ()
     with pytest.raises(ValueError, match=r"task_loss has shape \(3,\): give the mean over the batch, a scalar"):
-        Regression(RankConfig(early_steps=2)).scheduler.loss(torch.ones(3))
+        scheduler.loss(torch.ones(3))
 
 
 def test_a_model_without_tt_modules_is_refused() -> None:
@@ -350,6 +346,10 @@ def test_a_model_without_tt_modules_is_refused() -> None:
         ({"target_size": 0.0, "late_steps": 5}, "target_size is 0.0: give a positive number"),
         ({"target_size": 0.5}, "target_size is 0.5 and late_steps is 0: a late stage needs both"),
         ({"late_steps": 5}, "no target is given and late_steps is 5: a late stage needs both"),
+        ({"objective": "budgets", **LATE}, "objective is 'budgets': choose 'achievement' or 'budget'"),
+        ({"score": "size", **LATE}, "score is 'size': choose one of 'taylor', 'norm', 'magnitude'"),
+        ({"score": "taylor", "objective": "achievement", **LATE}, "score is 'taylor', which reads gradients that"),
+        ({"target_bytes": 4, **LATE}, "target_size 0.5 and target_bytes 4 are given: give one target"),
         ({"target_loss": math.nan}, "target_loss is nan: give a finite number"),
         *[({name: -1.0}, f"{name} is -1.0: give a non-negative number") for name in ("gamma", "beta", "w_loss", "w_size", "rho")],
     ],
