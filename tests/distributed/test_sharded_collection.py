@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sharding import shard
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor, PoolingType
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ShardingEnv
 
 import comera_rec as cr
 from comera_rec.nn import named_tt_modules
@@ -126,18 +122,9 @@ def share(step: int, rank: int, case: Case, world: int | None = None) -> KeyedJa
 
 
 def sharded(case: Case, group: dist.ProcessGroup | None = None) -> DistributedModelParallel:
-    group = group or dist.distributed_c10d._get_default_group()
-    world = group.size()
-    names = ["two", "three", "average"]
-    constraints = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in zip(names, case.kinds * 3, strict=False)}
-    constraints |= {name: ParameterConstraints(sharding_types=["table_wise"]) for name in ("first", "small")}
+    kinds = dict(zip(("two", "three", "average"), case.kinds * 3, strict=False))
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
-    sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))]
-    planner = cr.TTShardingPlanner(Topology(world_size=world, compute_device="cpu"), batch_size=8, constraints=constraints)
-    model = Model(case)
-    env = ShardingEnv(world, group.rank())
-    env.process_group = group  # not `from_process_group`: its mesh needs all processes, whatever the group
-    return DistributedModelParallel(model, env, plan=planner.collective_plan(model, sharders, group), sharders=sharders)
+    return shard(Model(case), {**kinds, "first": "table_wise", "small": "table_wise"}, fused=fused, group=group)
 
 
 def weaken_(model: nn.Module) -> None:
@@ -246,8 +233,8 @@ def test_losses_gradients_and_parameters_are_those_of_one_process(world: int, ca
         assert parts, f"nobody holds {name}"
         # A divided core is joined; replicas must all be correct.
         shards = [torch.cat(parts, dim=1)] if parts[0].shape != value.shape else parts
-        for shard in shards:
-            torch.testing.assert_close(shard, value, atol=1e-5, rtol=1e-6, msg=lambda error, name=name: f"{name}: {error}")
+        for whole in shards:
+            torch.testing.assert_close(whole, value, atol=1e-5, rtol=1e-6, msg=lambda error, name=name: f"{name}: {error}")
 
 
 def save(rank: int, case: Case, folder: str) -> Tensor:
