@@ -218,13 +218,6 @@ def test_a_compression_out_of_reach_is_an_error() -> None:
         compress_(collection(), tables=TableCompression(compression=5000, min_rows=100, hot_rows=0.9))
 
 
-def test_order_and_ranks_are_used() -> None:
-    swapped = compress_(collection(), tables=TableCompression(tt_ranks=(2, 3), min_rows=100))
-    assert swapped.tt_bag("t_user").shape.ranks == (2, 3)  # type: ignore[operator]
-    swapped = compress_(collection(), tables=TableCompression(tt_ranks=2, order=4, min_rows=100))
-    assert swapped.tt_bag("t_user").shape.order == 4  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("move", [lambda: collection().to("meta"), lambda: collection(torch.device("meta"))])
 def test_tt_tables_are_built_on_the_device_of_the_tables(move: Callable[[], nn.Module]) -> None:
     # A collection that was moved still names the device of its construction.

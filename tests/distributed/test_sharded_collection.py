@@ -269,18 +269,6 @@ def test_a_checkpoint_of_four_processes_loads_on_two_on_one_and_dense(tmp_path: 
     assert torch.allclose(cr.export_dense(single)(batch)[1], expected, atol=1e-4)
 
 
-def bad_input(rank: int) -> list[str]:
-    model = sharded(Case(("row_wise", "table_wise", "data_parallel")))
-    messages = []
-    for key, bad in (("left", 1000), ("right", 700), ("mean", -1)):
-        values = torch.tensor([bad])
-        lengths = torch.tensor([int(name == key) for name in FEATURES])
-        with pytest.raises(ValueError, match="out of range") as error:
-            model(KeyedJaggedTensor(FEATURES, values, lengths=lengths))
-        messages.append(str(error.value))
-    return messages
-
-
 def momenta(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tensor:
     """The momenta of the leading core of table "two", without a shard's padding."""
     name, parameter = next(each for each in model.named_parameters() if "two.core_0" in each[0])
@@ -330,31 +318,25 @@ def test_momenta_of_divided_cores_are_saved_by_all_and_loaded_on_any_number_of_p
         load_optimizer_state_(single, optimizer, {})
 
 
-def missing_feature(rank: int) -> str:
-    model = sharded(Case(("row_wise",)))
-    with pytest.raises(ValueError, match="table 'three' looks up feature 'right', which the batch lacks") as error:
-        model(KeyedJaggedTensor(["shared", "left", "mean", "small"], torch.tensor([1]), lengths=torch.tensor([1, 0, 0, 0])))
-    return str(error.value)
-
-
-def test_a_missing_feature_is_named() -> None:
-    assert len(run(2, missing_feature)) == 2
-
-
-def frozen_shard(rank: int) -> list[bool]:
+def mistakes(rank: int) -> list[str]:
+    """Return errors of bad batches, and which parameters of the shard of a frozen table are trained."""
     bag = cr.TTEmbeddingBag(100, 8, tt_ranks=2, hot_rows=((4, 2),), include_last_offset=True).requires_grad_(False)
     shard = RowShard(bag, dist.distributed_c10d._get_default_group(), torch.device("cpu"))
-    return [parameter.requires_grad for parameter in shard.parameters()]
+    assert not any(parameter.requires_grad for parameter in shard.parameters())
+    model, messages = sharded(Case(("row_wise", "table_wise", "data_parallel"))), []
+    for keys, key, bad in ((FEATURES, "left", 1000), (FEATURES, "right", 700), (FEATURES, "mean", -1), (FEATURES[:2], "left", 1)):
+        lengths = torch.tensor([int(name == key) for name in keys])
+        with pytest.raises(ValueError, match="table") as error:
+            model(KeyedJaggedTensor(keys, torch.tensor([bad]), lengths=lengths))
+        messages.append(str(error.value).split(":")[0])
+    return messages
 
 
-def test_frozen_tables_stay_frozen_in_shards() -> None:
-    assert not any(any(flags) for flags in run(2, frozen_shard))
-
-
-def test_an_id_out_of_range_is_named_before_it_is_sent() -> None:
-    for messages in run(2, bad_input):
-        assert [message.split(":")[0] for message in messages] == [
+def test_bad_batches_are_named_before_ids_are_sent_and_frozen_tables_stay_frozen() -> None:
+    for messages in run(2, mistakes):
+        assert messages == [
             "id 1000 is out of range for table 'two' (feature 'left')",
             "id 700 is out of range for table 'three' (feature 'right')",
             "id -1 is out of range for table 'average' (feature 'mean')",
+            "table 'three' looks up feature 'right', which the batch lacks",
         ]

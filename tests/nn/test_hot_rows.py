@@ -193,8 +193,5 @@ def test_blocks_that_do_not_fit_are_refused(blocks: tuple[tuple[int, int], ...],
         TTEmbeddingBag(100, 12, hot_rows=blocks)
     with pytest.raises(ValueError, match=f"table 't': .*{message}"):
         cr.TTEmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=12, tt_ranks=2, hot_rows=blocks)
-
-
-def test_hot_rows_of_a_dense_table_are_refused() -> None:
     with pytest.raises(ValueError, match="which a dense table can't have: give tt_ranks or shape"):
-        cr.TTEmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=12, hot_rows=((4, 2),))
+        cr.TTEmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=12, hot_rows=blocks)

@@ -229,33 +229,6 @@ def test_a_saved_state_does_not_change_with_the_run() -> None:
     assert state["mean_loss"] == frozen["mean_loss"]
 
 
-def test_cores_may_be_updated_in_backward() -> None:
-    config = RankConfig(early_steps=20, late_steps=40, target_size=0.25, objective="budget", truncate_every=5)
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=RANK, std=0.3)})
-    table = model["table"]
-    wanted = TTEmbeddingBag(ROWS, DIM, tt_ranks=4, std=0.3).dense_matrix().detach()
-    _apply_optimizer_in_backward(torch.optim.Adagrad, table.cores(), {"lr": 0.05})
-    optimizer = Adam(rank_param_groups(model, lr_cores=0.01, lr_ranks=0.01, lr_dense=0.01))
-    assert [group["name"] for group in optimizer.param_groups] == ["ranks"]
-    scheduler, full, losses = RankScheduler(model, optimizer, config), count_tt_params(model), []
-    for _ in range(100):
-        before = [core.detach().clone() for core in table.cores()]
-        loss = (table(torch.arange(ROWS)[:, None]) - wanted).square().mean()
-        optimizer.zero_grad()
-        scheduler.loss(loss).backward()
-        optimizer.step()
-        assert not any(torch.equal(core, old) for core, old in zip(table.cores(), before, strict=True))
-        scheduler.step()
-        losses.append(loss.item())
-    assert scheduler.stage == "done"
-    assert 0.25 * full - full / RANK < count_tt_params(model) <= 0.25 * full
-    assert losses[-1] < 0.5 * losses[60] < losses[0]
-    for core in table.cores():
-        (in_backward,) = core._in_backward_optimizers
-        assert in_backward.state[core]["sum"].shape == core.shape
-
-
 LATE = {"late_steps": 5, "target_size": 0.5}
 
 
