@@ -132,24 +132,6 @@ def test_tables_too_large_for_two_devices_train_on_one_in_tt_form() -> None:
     assert size < DEVICE / 100
 
 
-def test_replicas_are_cheaper_the_larger_the_batch() -> None:
-    """All-reduced cores don't grow with the batch, but bags do."""
-    shape = cr.TTShape.for_table(1_000_000, 64, tt_ranks=8)
-    sent = {
-        kind: [
-            count_bytes(kind, shape, 64, 1, batch, batch, 4)["bags"] * 2
-            + count_bytes(kind, shape, 64, 1, batch, batch, 4)["gradients"]
-            for batch in (64, 65_536)
-        ]
-        for kind in KINDS
-    }
-    assert sent["data_parallel"][0] == sent["data_parallel"][1]
-    assert sent["data_parallel"][0] > sent["table_wise"][0]
-    assert sent["data_parallel"][1] < sent["table_wise"][1]
-    of = model(table("users", 1_000_000, 8))
-    assert plan(of, world_size=4, batch=65_536).plan["0"]["users"].sharding_type == "data_parallel"
-
-
 def option(config: Table, constraint: ParameterConstraints | None = None, **arguments: int) -> ShardingOption:
     """The table-wise sharding option on two processes."""
     constraints = {config.name: constraint} if constraint else None

@@ -98,9 +98,9 @@ def look_up(tables: nn.ModuleList, batch: Batch, *, impl: str = "auto", mode: st
 
 
 def differentiate(tables: nn.ModuleList, batch: Batch, mode: str = "sum") -> list[Tensor]:
-    """Gradients of all parameters by definition."""
-    out = look_up(tables, batch, impl="reference", mode=mode)
-    return list(torch.autograd.grad(out, list(tables.parameters()), batch.gradient.to(out.dtype)))
+    """Gradients of all parameters by definition, and of weights that need them."""
+    out, weights = look_up(tables, batch, impl="reference", mode=mode), [batch.weights] if batch.weights.requires_grad else []
+    return list(torch.autograd.grad(out, [*tables.parameters(), *weights], batch.gradient.to(out.dtype)))
 
 
 def backward(tables: nn.ModuleList, batch: Batch, **arguments: Any) -> None:
@@ -189,8 +189,11 @@ def test_parameters_and_states_follow_the_formulas(order: int, kind: type, setti
         for parameter in updated:
             optimizer_of(parameter).param_groups[0]["lr"] = now["lr"]
         before = [parameter.detach().clone() for parameter in tables.parameters()]
+        batch.weights.requires_grad_(mode == "sum")
         backward(tables, batch, mode=mode)
         gradients = differentiate(expected, batch, mode)
+        if mode == "sum":
+            assert_near(batch.weights.grad, gradients.pop().double())
         cases = zip(tables.parameters(), expected.parameters(), gradients, masks(tables, batch), states, before, strict=True)
         for parameter, exact, gradient, is_used, state, value in cases:
             if not any(parameter is other for other in updated):
@@ -269,17 +272,6 @@ def test_every_parameter_has_its_own_settings() -> None:
     backward(tables, batch)
     for k, (parameter, exact, gradient) in enumerate(zip(tables.parameters(), expected.parameters(), gradients, strict=True)):
         assert_near(parameter.detach(), exact.detach() - 0.01 * (k + 1) * gradient)
-
-
-def test_weights_have_their_gradients() -> None:
-    tables = make_tables(3)
-    (batch,) = make_batches(tables, 1)
-    batch.weights.requires_grad_()
-    out = look_up(tables, batch)
-    (expected,) = torch.autograd.grad(out, batch.weights, batch.gradient)
-    apply(ADAGRAD, tables.parameters(), {"lr": 0.1})
-    backward(tables, batch)
-    assert torch.equal(batch.weights.grad, expected)
 
 
 def test_states_from_a_checkpoint_without_strides_are_accepted() -> None:
