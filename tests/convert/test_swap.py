@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from in_backward import _apply_optimizer_in_backward
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
@@ -26,9 +26,6 @@ from comera_rec import (
     export_dense,
 )
 from comera_rec.nn import named_tt_modules
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
 
 LIMITS = {"user": 400, "item": 300, "day": 7}
 

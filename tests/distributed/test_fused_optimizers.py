@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchrec.optim
+from in_backward import _apply_optimizer_in_backward
 from sharding import shard
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
@@ -22,9 +22,6 @@ import comera_rec as cr
 from comera_rec.rank import truncate_ranks_
 from comera_rec.recsys.sharding import optimizer_state, rewrap_data_parallel_
 from comera_rec.testing import run
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
 
 pytestmark = pytest.mark.distributed
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward
 from torch import Tensor, nn
 
 import comera_rec as cr
@@ -17,10 +17,6 @@ from comera_rec.convert import fit_tables_
 from comera_rec.nn import HotRows, TTModule, named_tt_modules, update_in_backward_
 from comera_rec.rank import keep_ranks_
 from comera_rec.tt import blocks_params, choose_hot_blocks
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
-    from torchrec.optim import RowWiseAdagrad
 
 BLOCKS = ((4, 3), (20, 2))
 

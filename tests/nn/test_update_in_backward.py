@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
+from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import comera_rec as cr
 from comera_rec.nn import update_in_backward_
 from comera_rec.testing import run as run_processes
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
-    from torchrec.optim import RowWiseAdagrad
 
 SHAPES = [
     cr.TTShape((7, 9), (4, 4), (5,)),

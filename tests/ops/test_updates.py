@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import bag_tables
 import pytest
 import torch
+from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward, param_to_optim_hook_handle_map
 from torch import Tensor, nn
 
-from comera_rec import TTEmbeddingBag
 from comera_rec.ops import plan_lookup, tt_bags
 from comera_rec.tt import TTShape, row_digits
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
-    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
-    from torchrec.optim import RowWiseAdagrad
 
 SHAPES = {
     2: [TTShape((7, 6), (4, 4), (5,)), TTShape((3, 8), (4, 4), (2,))],
@@ -57,16 +52,9 @@ class Batch(NamedTuple):
 
 
 def make_tables(order: int, dtype: torch.dtype = torch.float32, shapes: Sequence[TTShape] | None = None) -> nn.ModuleList:
-    tables = nn.ModuleList()
-    for shape in shapes or SHAPES[order]:
-        hot_rows = () if len(tables) else HOT_ROWS
-        table = TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, dtype=dtype, hot_rows=hot_rows)
-        for block in table.hot_blocks():
-            nn.init.normal_(block.core_0)  # it starts at zero
-        for rank in (rank for module in (table, *table.hot_blocks()) for rank in module.rank_parameters()):
-            nn.init.uniform_(rank, 0.5, 1.5)
-        tables.append(table)
-    return tables
+    shapes = shapes or SHAPES[order]
+    rows, ranks, hot_rows = [s.row_shape for s in shapes], [s.ranks for s in shapes], [HOT_ROWS, *[()] * (len(shapes) - 1)]
+    return nn.ModuleList(bag_tables.make_tables(rows, shapes[0].col_shape, ranks, dtype=dtype, hot_rows=hot_rows))
 
 
 def make_batches(tables: nn.ModuleList, count: int = 4, lookups: int = 30, dtype: torch.dtype = torch.float32) -> list[Batch]:

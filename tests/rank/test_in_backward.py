@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
+from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward, _get_in_backward_optimizers, param_to_optim_hook_handle_map
 from torch import Tensor, nn
 
 import comera_rec as cr
 from comera_rec.rank import truncate_ranks_
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
-    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
-    from torchrec.optim import RowWiseAdagrad
 
 SHAPE = cr.TTShape((8, 9), (4, 4), (6,))
 IDS = torch.arange(72)[:, None]

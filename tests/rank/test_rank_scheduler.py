@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
+from in_backward import _apply_optimizer_in_backward
 from torch import Tensor, nn
 from torch.optim import Adam
 
 from comera_rec import RankConfig, RankScheduler, TTEmbeddingBag
 from comera_rec.rank import count_tt_params, rank_param_groups
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
 
 ROWS, DIM, RANK = 400, 16, 24
 
