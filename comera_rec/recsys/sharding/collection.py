@@ -36,7 +36,7 @@ from torchrec.streamable import Multistreamable
 from comera_rec.ops import check_ids
 from comera_rec.recsys.collection import TTEmbeddingBagCollection, in_order, require_keys
 from comera_rec.recsys.sharding.fused_optimizer import FusedTTOptimizer, is_fused, new_optimizers
-from comera_rec.recsys.sharding.parts import SHARDING_TYPES, DataParallel, Part, Placement, RowShard, RowWise, TableWise
+from comera_rec.recsys.sharding.parts import SHARDING_TYPES, Part, Placement, RowShard, RowWise, data_parallel, table_wise
 from data_pipeline.errors import UserError
 
 _KERNELS = {  # the one of `TTShardingPlanner`, and those that TorchRec's generators of plans enter by default
@@ -122,9 +122,9 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             if not bag.core_0.is_meta:
                 bag.to(device)
         if replicated:
-            self._parts.append(DataParallel(replicated, bags, placement))
+            self._parts.append(data_parallel(replicated, bags, placement))
         if whole:
-            self._parts.append(TableWise(whole, bags, placement, [owner[config.name] for config in whole]))
+            self._parts.append(table_wise(whole, bags, placement, [owner[config.name] for config in whole]))
         if divided:
             self._parts.append(RowWise(divided, bags, placement))
         for part in self._parts:
