@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,8 +116,8 @@ def joined(samples: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(FEATURES, torch.cat([bag.values() for bag in bags]), weights, lengths=lengths.flatten())
 
 
-def share(step: int, rank: int, case: Case, world: int | None = None) -> KeyedJaggedTensor:
-    sizes = SIZES[: world or dist.get_world_size()]
+def share(step: int, rank: int, case: Case, world: int) -> KeyedJaggedTensor:
+    sizes = SIZES[:world]
     first = sum(sizes[:rank])
     return joined(global_batch(step, sum(sizes), case.weighted)[first : first + sizes[rank]])
 
@@ -151,20 +152,16 @@ def scheduler_of(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case)
     return cr.RankScheduler(model, optimizer, cr.RankConfig(**schedule, objective=case.objective))  # type: ignore[arg-type]
 
 
-def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
+def train(model: nn.Module, case: Case, world: int, share_of: Callable[[int], KeyedJaggedTensor]) -> dict[str, Tensor]:
     """Train three steps; return losses, the last logits, and gradients and parameters, of divided cores this process's shard."""
-    group = dist.new_group(list(range(dist.get_world_size() - case.spare)))
-    if rank >= dist.get_world_size() - case.spare:
-        return {}
-    torch.manual_seed(rank)
-    model = sharded(case, group)
-    assert isinstance(model.module.bags, ShardedTTEmbeddingBagCollection)
+    inner = getattr(model, "module", model)
     optimizer = optimizer_of(model, case)
-    scheduler = scheduler_of(model.module, optimizer, case)
-    sizes, losses = SIZES[: group.size()], []
+    scheduler = scheduler_of(inner, optimizer, case)
+    samples, losses = sum(SIZES[:world]), []
     for step in range(3):
-        _, logits = model(share(step, rank, case, group.size()))
-        loss = logits.square().sum() * len(sizes) / (sum(sizes) * logits.shape[1])  # the mean over processes is the global mean
+        _, logits = model(share_of(step))
+        # The mean over processes is the global mean.
+        loss = logits.square().sum() / (samples * logits.shape[1]) * (1 if model is inner else world)
         losses.append(loss.detach())
         loss = scheduler.loss(loss) if scheduler else loss
         optimizer.zero_grad()
@@ -172,41 +169,33 @@ def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
         optimizer.step()
         if scheduler and step < 2:  # gradients of the last step are compared
             scheduler.step()
-            rewrap_data_parallel_(model)
         if case.truncates and step == 0:
             weaken_(model)
             truncate_ranks_(model, optimizer, threshold=0.01)
+        if isinstance(model, DistributedModelParallel) and step < 2 and (scheduler or case.truncates):
             rewrap_data_parallel_(model)
-    outcome = {name: value.detach() for name, value in model.module.bags.state_dict().items() if name.startswith("tt_bags")}
-    outcome = {f"bags.{name}": value.to_local() if hasattr(value, "to_local") else value for name, value in outcome.items()}
-    outcome |= {f"over.{name}": value.detach() for name, value in model.module.over.named_parameters()}
-    for name, value in model.module.named_parameters():
+    state = {name: value.detach() for name, value in inner.state_dict().items() if "tt_bags" in name or name.startswith("over")}
+    outcome = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state.items()}
+    outcome = {name: value for name, value in outcome.items() if value.is_floating_point()}
+    for name, value in inner.named_parameters():
         if name in outcome:
             assert value.grad is not None, name
             outcome[f"gradient of {name}"] = value.grad[:, : outcome[name].shape[1]] if value.ndim == 4 else value.grad
     return {**outcome, "losses": torch.stack(losses), "logits": logits.detach()}
 
 
+def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
+    group = dist.new_group(list(range(dist.get_world_size() - case.spare)))
+    if rank >= dist.get_world_size() - case.spare:
+        return {}
+    torch.manual_seed(rank)
+    model = sharded(case, group)
+    assert isinstance(model.module.bags, ShardedTTEmbeddingBagCollection)
+    return train(model, case, group.size(), lambda step: share(step, rank, case, group.size()))
+
+
 def train_single(case: Case, world: int) -> dict[str, Tensor]:
-    model, losses = Model(case), []
-    optimizer = optimizer_of(model, case)
-    scheduler = scheduler_of(model, optimizer, case)
-    for step in range(3):
-        loss, logits = model(joined(global_batch(step, sum(SIZES[:world]), case.weighted)))
-        losses.append(loss.detach())
-        loss = scheduler.loss(loss) if scheduler else loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if scheduler and step < 2:
-            scheduler.step()
-        if case.truncates and step == 0:
-            weaken_(model)
-            truncate_ranks_(model, optimizer, threshold=0.01)
-    parts = {name: value for name, value in model.named_parameters() if name.startswith(("bags.tt_bags", "over"))}
-    gradients = {f"gradient of {name}": value.grad for name, value in parts.items() if value.grad is not None}
-    parameters = {name: value.detach() for name, value in parts.items()}
-    return {**parameters, **gradients, "losses": torch.stack(losses), "logits": logits.detach()}
+    return train(Model(case), case, world, lambda step: joined(global_batch(step, sum(SIZES[:world]), case.weighted)))
 
 
 @pytest.mark.parametrize(
