@@ -267,16 +267,3 @@ def test_hooks_stay_and_computed_weights_stay_dense(caplog: pytest.LogCaptureFix
     doubled = model[0](x)
     handle.remove()
     torch.testing.assert_close(model[0](x), doubled / 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"compression": 1.0}, "compression is 1.0: give a number above 1"),
-        ({"batch": 0}, "batch is 0: give a positive integer"),
-        ({"policy": "never"}, "policy is 'never': choose 'auto' or 'always'"),
-    ],
-)
-def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LinearCompression(**arguments)

@@ -71,14 +71,6 @@ def test_bags_are_those_of_the_dense_matrix(last: bool, size: tuple[int, int, TT
     assert bag(torch.zeros(0, 4, dtype=torch.int64)).shape == (0, size[1])
 
 
-def test_weights_of_another_shape_are_refused() -> None:
-    bag = build(SHAPES[0])
-    with pytest.raises(
-        ValueError, match=r"per_sample_weights has shape \(3, 1\) for ids of shape \(3,\): give a weight for each id"
-    ):
-        bag(torch.tensor([0, 1, 2]), torch.tensor([0, 2]), torch.ones(3, 1, dtype=torch.float64))
-
-
 def test_ids_beyond_32_bits() -> None:
     num_embeddings = 3_000_000_000
     bag = TTEmbeddingBag(num_embeddings, 8, tt_ranks=2, dtype=torch.float64)
@@ -95,13 +87,6 @@ def test_ids_beyond_32_bits() -> None:
     assert int((bag.core_0.grad.abs().sum((0, 2, 3)) > 0).sum()) == len({row // radix for row in ids.tolist()})
     small = torch.tensor([5, 2**31 - 1], dtype=torch.int32)
     torch.testing.assert_close(bag(small, torch.arange(2)), bag(small.long(), torch.arange(2)))
-
-
-@pytest.mark.parametrize(("ids", "bad"), [([0, 101], 101), ([-1, 0], -1), ([2**33], 2**33)])
-def test_ids_out_of_range_padding_rows_among_them_name_table_id_and_limit(ids: list[int], bad: int) -> None:
-    bag = build(SHAPES[2], name="table 'C3'")
-    with pytest.raises(ValueError, match=rf"id {bad} is out of range for table 'C3': its ids run from 0 to 100"):
-        bag(torch.tensor(ids), torch.tensor([0]))
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -338,18 +323,6 @@ def test_from_dense_takes_a_table_of_zeros() -> None:
     assert torch.equal(bag(torch.tensor([[1, 29]])), torch.zeros(1, 4))
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ({"padding_idx": 0}, "a TT table can't leave padding_idx out of bags: build the EmbeddingBag without it"),
-        ({"scale_grad_by_freq": True}, "max_norm and scale_grad_by_freq have no equivalent in a TT table: build the EmbeddingBag"),
-    ],
-)
-def test_from_dense_refuses_what_a_tt_table_lacks(argument: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, **argument), tt_ranks=2)
-
-
 def test_copies_and_pickles_are_independent_and_equal() -> None:
     bag = build(SHAPES[3])
     ids, offsets = jagged(97)
@@ -358,18 +331,3 @@ def test_copies_and_pickles_are_independent_and_equal() -> None:
         with torch.no_grad():
             other.core_0.zero_()
         assert not torch.equal(other(ids, offsets), bag(ids, offsets))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_embeddings": 0}, "num_embeddings is 0: give a positive integer"),
-        ({"mode": "median"}, "mode is 'median': choose one of 'sum', 'mean', 'max'"),
-        ({"impl": "fast"}, "impl is 'fast': choose 'auto'"),
-        ({"shape": TTShape((9, 10), (4, 4), 2)}, "shape spans 90 x 16, less than 100 x 16: enlarge its modes"),
-        ({"shape": TTShape((10, 10), (4, 4), 2), "tt_ranks": 2}, "are both given: give one of them"),
-    ],
-)
-def test_construction_names_what_is_wrong(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TTEmbeddingBag(**{"num_embeddings": 100, "embedding_dim": 16, **arguments})
