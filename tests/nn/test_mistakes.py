@@ -28,10 +28,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: TTEmbeddingBag(0, 16), "num_embeddings is 0: give a positive integer"),
     (lambda: TTEmbeddingBag(100, 16, mode="median"), "mode is 'median': choose one of 'sum', 'mean', 'max'"),
     (lambda: TTEmbeddingBag(100, 16, impl="fast"), "impl is 'fast': choose 'auto'"),
-    (
-        lambda: TTEmbeddingBag(100, 16, shape=TTShape((9, 10), (4, 4), 2)),
-        "shape spans 90 x 16, less than 100 x 16",
-    ),
+    (lambda: TTEmbeddingBag(100, 16, shape=TTShape((9, 10), (4, 4), 2)), "shape spans 90 x 16, less than 100 x 16"),
     (lambda: TTEmbeddingBag(100, 16, shape=TTShape((10, 10), (4, 4), 2), tt_ranks=2), "are both given: give one of them"),
     (lambda: TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, padding_idx=0)), "can't leave padding_idx out of bags: build the Em"),
     (lambda: TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, scale_grad_by_freq=True)), "scale_grad_by_freq have no equivalent"),
@@ -39,10 +36,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: look_up(-1, 0), "id -1 is out of range for table 'C3': its ids run from 0 to 100"),
     (lambda: look_up(2**33), f"id {2**33} is out of range for table 'C3': its ids run from 0 to 100"),
     (lambda: look_up(1, 60, bag=ordered(torch.randperm(60))), "id 60 is out of range for table 'x'"),
-    (
-        lambda: look_up(0, 1, 2, weights=torch.ones(3, 1)),
-        r"per_sample_weights has shape \(3, 1\) for ids of shape \(3,\): give a weigh",
-    ),
+    (lambda: look_up(0, 1, 2, weights=torch.ones(3, 1)), r"per_sample_weights has shape \(3, 1\) for ids of shape \(3,\): give"),
     (lambda: ordered(torch.arange(59)), "give each of the numbers 0 to 59 once"),
     (lambda: ordered(torch.arange(60) + 1), "give each of the numbers 0 to 59 once"),
     (lambda: ordered(torch.zeros(60, dtype=torch.long)), "give each of the numbers 0 to 59 once"),
