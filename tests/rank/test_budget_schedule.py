@@ -84,7 +84,8 @@ def test_truncation_is_spread_over_the_stage_and_late_steps_remove_less() -> Non
     assert sum(drop > 0 for drop in drops) >= 6
     assert max(drops) < 0.5 * (sizes[0] - sizes[-1]), sizes
     assert drops[0] > 3 * drops[-1]
-    assert [Budget(target=0.2).ceiling(t) for t in (0, 1)] == [1.0, pytest.approx(0.2)]
+    budget = Budget(config=run.scheduler.config, reference=1, num_cores=1, target=0.2)
+    assert [budget.ceiling(t) for t in (0, 1)] == [1.0, pytest.approx(0.2)]
 
 
 @pytest.mark.parametrize(
