@@ -141,17 +141,6 @@ def test_bert_of_transformers_is_compressed_throughout() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("init", ["random", "tt_svd"])
-@pytest.mark.parametrize(("weight", "bias"), [(False, False), (False, True), (True, False), (True, True)])
-def test_frozen_layers_stay_frozen(weight: bool, bias: bool, init: str) -> None:
-    model = nn.Sequential(nn.Linear(128, 256))
-    model[0].weight.requires_grad_(weight)
-    model[0].bias.requires_grad_(bias)
-    layer = compress_(model, linears=LinearCompression(tt_ranks=4), init=init)[0]  # type: ignore[index]
-    assert {parameter.requires_grad for parameter in (*layer.cores(), *layer.rank_parameters())} == {weight}
-    assert layer.bias.requires_grad == bias
-
-
 def tied(bias: bool = True) -> nn.Sequential:
     """Two layers that share a weight, with separate biases, and a third layer."""
     model = nn.Sequential(nn.Linear(256, 256, bias), nn.Tanh(), nn.Linear(256, 256, bias), nn.Linear(256, 256))
