@@ -176,7 +176,8 @@ def test_hot_rows_that_explain_all_gradients_leave_their_table_a_rank() -> None:
         optimizer.step()
         scheduler.step()
     (block,) = table.hot_blocks()
-    assert table.shape.ranks == (1,)
+    assert scheduler.history[-1]["ranks"] == {"": [1], "hot_rows.0": list(block.shape.ranks)}
+    assert sum(parameter.numel() for parameter in table.parameters()) <= scheduler.target
     assert 0 < block.shape.ranks[0] < 4
 
 
