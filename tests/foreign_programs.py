@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from in_backward import _apply_optimizer_in_backward
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
@@ -19,9 +19,6 @@ from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedColli
 from torchrec.optim import RowWiseAdagrad
 
 import comera_rec as cr
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
 
 SAMPLES, DIM = 4, 8  # samples of a process
 SIZES = {"user": 120, "item": 90, "place": 70, "day": 7}

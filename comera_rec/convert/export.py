@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,10 +46,8 @@ def export_dense(model: nn.Module) -> nn.Module:
 
 
 def _dense_equivalent(module: nn.Module) -> nn.Module | None:
-    if isinstance(module, TTEmbeddingBagCollection):
+    if isinstance(module, TTEmbeddingBagCollection | TTEmbeddingCollection):
         return _dense_collection(module)
-    if isinstance(module, TTEmbeddingCollection):
-        return _dense_sequences(module)
     if isinstance(module, TTModule):
         return module.to_dense()
     if isinstance(module, FusedEmbeddingBagCollection):
@@ -77,21 +76,18 @@ def _constant(vector: torch.Tensor) -> nn.Linear:
     return layer
 
 
-def _dense_sequences(module: TTEmbeddingCollection) -> EmbeddingCollection:
-    configs = [config.dense() for config in module.embedding_configs()]
-    dense = EmbeddingCollection(configs, next(module.parameters()).device, module.need_indices())
-    for name, table in dense.embeddings.items():
-        table.weight = _dense_weight(module.tables, name)
-    return dense
-
-
-def _dense_collection(module: TTEmbeddingBagCollection) -> EmbeddingBagCollection:
-    configs = [config.dense() for config in module.embedding_bag_configs()]
+def _dense_collection(module: TTEmbeddingBagCollection | TTEmbeddingCollection) -> nn.Module:
     # Where the tables are now; module.device is where they were made.
     device = next((parameter.device for parameter in module.parameters()), module.device)
-    dense = EmbeddingBagCollection(configs, module.is_weighted(), device)
-    for name, bag in dense.embedding_bags.items():
-        bag.weight = _dense_weight(module, name)
+    dense: Any
+    if isinstance(module, TTEmbeddingCollection):
+        dense = EmbeddingCollection([config.dense() for config in module.embedding_configs()], device, module.need_indices())
+        tables, layers = module.tables, dense.embeddings
+    else:
+        dense = EmbeddingBagCollection([config.dense() for config in module.embedding_bag_configs()], module.is_weighted(), device)
+        tables, layers = module, dense.embedding_bags
+    for name, layer in layers.items():
+        layer.weight = _dense_weight(tables, name)
     return dense
 
 

@@ -7,6 +7,8 @@ is for ids in order of similarity; a poor fit is worse than random values, so th
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -38,15 +40,12 @@ def start_from_vectors_(table: TTTable, vectors: Tensor, importance: Tensor | No
         Whether the table starts from them.
     """
     rows = starting_rows(vectors, table.num_embeddings, table.embedding_dim)
-    before = {name: value.clone() for name, value in table.state_dict().items()}
-    ranks = [module.shape.ranks for module in (table, *table.hot_blocks())]
+    fitted = copy.deepcopy(table)
     budget = sum(module.shape.num_params for module in (table, *table.hot_blocks()))
-    fit_tables_([table], [rows], budget, [importance])
+    fit_tables_([fitted], [rows], budget, [importance])
     weights = torch.ones(len(rows)) if importance is None else importance.float()
-    squares, errors = (weights @ x.square().sum(dim=1) for x in (rows, rows - table.dense_matrix()))
-    if bool(errors <= _MOST_ERROR * squares):
-        return True
-    for module, former in zip((table, *table.hot_blocks()), ranks, strict=True):
-        module.resize_ranks_(former)
-    table.load_state_dict(before)
-    return False
+    squares, errors = (weights @ x.square().sum(dim=1) for x in (rows, rows - fitted.dense_matrix()))
+    if not bool(errors <= _MOST_ERROR * squares):  # also if it is not a number
+        return False
+    table.load_state_dict(fitted.state_dict())
+    return True

@@ -22,6 +22,13 @@ namespace {
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
+// The plan in the memory of its tensors.
+Plan plan_in(const std::vector<Tensor>& tensors) {
+  const auto at = [&](size_t k) { return static_cast<int32_t*>(tensors[k].data_ptr()); };
+  const int64_t L = tensors[0].numel();
+  return {at(0), at(1), at(2), at(3), at(3) + L, at(4), at(4) + L, at(5), at(5) + L, at(6)};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
     std::vector<Tensor> ids, std::vector<int64_t> num_embeddings, std::vector<int64_t> row_shapes, bool parallel) {
   const int64_t T = int64_t(ids.size());
@@ -61,10 +68,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
   Tensor inverse = empty({L}, ScalarType::Int), order = empty({L}, ScalarType::Int), starts = empty({L + 1}, ScalarType::Int);
   Tensor rows = empty({2, L}, ScalarType::Int), left = empty({2, d >= 3 ? L : 0}, ScalarType::Int);
   Tensor right = empty({2, d == 4 ? L : 0}, ScalarType::Int), bounds = empty({3 + d, T + 1}, ScalarType::Int);
-  const auto at = [](const Tensor& tensor) { return static_cast<int32_t*>(tensor.data_ptr()); };
-  const Plan plan{at(inverse), at(order), at(starts), at(rows), at(rows) + L, at(left), at(left) + L, at(right),
-                  at(right) + L, at(bounds)};
-  make_plan(tables, d, parallel, plan);
+  make_plan(tables, d, parallel, plan_in({inverse, order, starts, rows, left, right, bounds}));
   return {inverse, order, starts, rows, left, right, bounds};
 }
 
@@ -117,9 +121,7 @@ struct Arguments {
     batch.order = d;
     batch.num_lookups = L;
     batch.num_cols = num_cols;
-    const auto at = [](const Tensor& tensor) { return static_cast<int32_t*>(tensor.data_ptr()); };
-    batch.plan = {at(inverse), at(order), at(starts), at(rows), at(rows) + L, at(left), at(left) + L, at(right),
-                  at(right) + L, at(bounds)};
+    batch.plan = plan_in(plan);
     require(is_plan(batch.plan, d, T, L), "plan holds numbers that plan_lookup doesn't make: take it from one call, unchanged");
     int64_t floats = 0;
     for (int64_t t = 0; t < T; ++t) take_table(cores, t);
@@ -135,6 +137,12 @@ struct Arguments {
   Batch batch;
 
  private:
+  static void require_readable(const std::vector<Tensor>& cores, size_t k, bool is_leading) {
+    require(cores[k].is_cpu() && is_slice_major(cores[k], is_leading), "cores[", k,
+            "] is not a slice-major tensor on CPU: see slice_major");
+    require(cores[k].scalar_type() == cores[0].scalar_type(), "cores[", k, "] has another type than cores[0]: convert it");
+  }
+
   void take_table(const std::vector<Tensor>& cores, int64_t t) {
     const int64_t T = batch.num_tables, d = batch.order;
     int64_t rank = 1;
@@ -148,9 +156,7 @@ struct Arguments {
       const int64_t columns = t == 0 ? core.size(2) : batch.columns[k];
       require(core.size(2) == columns, "cores[", t * d + k, "] has ", core.size(2), " columns, but that of table 0 has ", columns,
               ": look up tables with different column modes separately");
-      require(core.is_cpu() && is_slice_major(core, k < (d + 1) / 2), "cores[", t * d + k,
-              "] is not a slice-major tensor on CPU: see slice_major");
-      require(core.scalar_type() == cores[0].scalar_type(), "cores[", t * d + k, "] has another type than cores[0]: convert it");
+      require_readable(cores, t * d + k, k < (d + 1) / 2);
       rank = core.size(3);
       if (k + 1 < d) batch.ranks.push_back(int(rank));
       batch.columns.push_back(int(core.size(2)));
@@ -175,11 +181,7 @@ struct Arguments {
                     projection.size(2) == batch.num_cols && projection.size(3) == 1,
                 "cores[", next + 1, "] has shape ", shape_of(projection), ": give (", rows.size(3), ", 1, ", batch.num_cols,
                 ", 1), the projection of a hot block");
-        for (size_t k = next; k < next + 2; ++k) {
-          require(cores[k].is_cpu() && is_slice_major(cores[k], k == next), "cores[", k,
-                  "] is not a slice-major tensor on CPU: see slice_major");
-          require(cores[k].scalar_type() == cores[0].scalar_type(), "cores[", k, "] has another type than cores[0]: convert it");
-        }
+        for (size_t k = next; k < next + 2; ++k) require_readable(cores, k, k == next);
         beyond += rows.size(1);
         require(beyond <= kMost, "cores[", next, "] ends at row ", beyond, ": tables have at most ", kMost, " hot rows");
         batch.cores.push_back({rows.data_ptr(), number_of(rows, "cores"), rows.size(1), rows.size(3), 0});
@@ -301,10 +303,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>, Tensor> pool_backward(
   std::vector<Target> targets;
   for (size_t k = 0; k < cores.size(); ++k) {
     core_gradients.push_back(torch::stable::empty_like(cores[k]));
-    Target target;
-    target.core = arguments.batch.cores[k];
-    target.gradient = core_gradients.back().data_ptr();
-    targets.push_back(target);
+    targets.push_back({arguments.batch.cores[k], core_gradients.back().data_ptr(), nullptr});
   }
   auto [diagonal_gradients, weight_gradients] = run_backward(gradient, arguments.batch, targets, weights.has_value());
   return {core_gradients, diagonal_gradients, weight_gradients};
@@ -350,22 +349,12 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
   for (size_t k = 0; k < count; ++k) {
     const bool is_core = k < cores.size();
     const Tensor& parameter = is_core ? cores[k] : diagonals[k - cores.size()];
-    const double* values = &settings[k * kSettings];
-    Update& update = updates[k];
-    update.kind = chosen;
-    update.lr = float(values[0]);
-    update.eps = float(values[1]);
-    update.weight_decay = float(values[2]);
-    update.beta1 = float(values[3]);
-    update.beta2 = float(values[4]);
-    update.correction1 = float(values[5]);
-    update.correction2 = float(values[6]);
-    update.seed = uint64_t(seed) + k;
-    update.first = state_of(first, k, parameter, chosen == Update::Kind::row_wise_adagrad, "first");
-    update.second = state_of(second, k, parameter, false, "second");
-    if (!is_core) continue;
-    targets[k].core = arguments.batch.cores[k];
-    targets[k].update = &update;
+    const auto value = [&](size_t number) { return float(settings[k * kSettings + number]); };
+    updates[k] = {
+        chosen, value(0), value(1), value(2), value(3), value(4), value(5), value(6),
+        state_of(first, k, parameter, chosen == Update::Kind::row_wise_adagrad, "first"),
+        state_of(second, k, parameter, false, "second"), uint64_t(seed) + k};
+    if (is_core) targets[k] = {arguments.batch.cores[k], nullptr, &updates[k]};
   }
   auto gradients = run_backward(gradient, arguments.batch, targets, weights.has_value());
   for (size_t k = cores.size(); k < count; ++k) {
@@ -412,23 +401,21 @@ int64_t threads_used_last() { return threads_used.load(); }
 }  // namespace
 }  // namespace comera
 
+#define COMERA_LOOKUP \
+  "Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, int[] slots, int num_slots, int num_cols, int[] hot_blocks, " \
+  "int[] first_rows"
+
 STABLE_TORCH_LIBRARY(comera_rec, library) {
   library.def(
       "plan_lookup(Tensor[] ids, int[] num_embeddings, int[] row_shapes, bool parallel=True) -> "
       "(Tensor inverse, Tensor order, Tensor starts, Tensor rows, Tensor left, Tensor right, Tensor bounds)");
+  library.def("pool(Tensor[] cores, Tensor[] diagonals, " COMERA_LOOKUP ") -> Tensor");
+  library.def("pool_into(Tensor(a!) out, Tensor[] cores, Tensor[] diagonals, " COMERA_LOOKUP ") -> ()");
   library.def(
-      "pool(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, int[] slots, "
-      "int num_slots, int num_cols, int[] hot_blocks, int[] first_rows) -> Tensor");
-  library.def(
-      "pool_into(Tensor(a!) out, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, "
-      "int[] slots, int num_slots, int num_cols, int[] hot_blocks, int[] first_rows) -> ()");
-  library.def(
-      "pool_backward(Tensor gradient, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, "
-      "int[] slots, int num_slots, int num_cols, int[] hot_blocks, int[] first_rows) -> "
+      "pool_backward(Tensor gradient, Tensor[] cores, Tensor[] diagonals, " COMERA_LOOKUP ") -> "
       "(Tensor[] cores, Tensor[] diagonals, Tensor weights)");
   library.def(
-      "pool_backward_update(Tensor gradient, Tensor(a!)[] cores, Tensor(d!)[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, "
-      "bool mean, int[] slots, int num_slots, int num_cols, int[] hot_blocks, int[] first_rows, Tensor(b!)[] first, "
+      "pool_backward_update(Tensor gradient, Tensor(a!)[] cores, Tensor(d!)[] diagonals, " COMERA_LOOKUP ", Tensor(b!)[] first, "
       "Tensor(c!)[] second, int kind, float[] settings, int seed) -> (Tensor[] diagonals, Tensor weights)");
   library.def("write_slots(Tensor(a!) all, Tensor few, int[] slots) -> ()");
   library.def("read_slots(Tensor all, int[] slots, int width) -> Tensor");

@@ -17,7 +17,7 @@ from comera_rec.nn.replacement import (
     reason_for_dense_weight,
     require_values,
 )
-from comera_rec.tt import TTShape, dense_milliseconds, require_positive, tt_milliseconds
+from comera_rec.tt import TTShape, dense_cost, require_positive, tt_cost
 from data_pipeline.errors import UserError
 
 _LEAST_SPEED_UP = 1.2
@@ -65,7 +65,7 @@ class LinearCompression:
         if shape is None:
             return LinearDecision(None, f"stays dense: even rank 1 is not {self.compression:g} times smaller")
         ratio = in_features * out_features / shape.num_params
-        speed_up = dense_milliseconds(in_features, out_features, self.batch) / tt_milliseconds(shape, self.batch)
+        speed_up = dense_cost(in_features, out_features, self.batch) / tt_cost(shape, self.batch)
         size = f"{ratio:.1f}x smaller" if ratio > 1 else "not smaller"
         reason = f"ranks {shape.ranks}, {size}, predicted {speed_up:.2f}x as fast at batch {self.batch}"
         if self.policy == "auto" and (ratio <= 1 or speed_up < _LEAST_SPEED_UP):

@@ -2,7 +2,6 @@
 
 from comera_rec.rank.config import RankConfig
 from comera_rec.rank.importance import magnitude_scores, norm_scores
-from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
 from comera_rec.rank.param_groups import rank_param_groups
 from comera_rec.rank.penalty import core_norm, size_surrogate
 from comera_rec.rank.scheduler import RankScheduler
@@ -10,10 +9,6 @@ from comera_rec.rank.selection import within_budget
 from comera_rec.rank.truncation import count_tt_params, keep_ranks_, truncate_ranks_, unwrapped
 
 __all__ = [
-    "Achievement",
-    "Budget",
-    "Objective",
-    "Price",
     "RankConfig",
     "RankScheduler",
     "core_norm",

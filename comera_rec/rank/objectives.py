@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.nn import TTModule
+from comera_rec.rank.config import RankConfig
 from comera_rec.rank.penalty import core_norm, size_surrogate
 
 
@@ -21,10 +22,25 @@ class Objective:
     """A stage's objective, here the task loss alone, at any size; it has no mutable state.
 
     Attributes:
-        threshold: ranks with |D| below it are truncated; 0 truncates none.
+        config: its settings.
+        reference: parameters of all TT modules at the start of the stage.
+        num_cores: cores of all TT modules.
+        target: S0, in the late stage.
+        target_loss: L0, in the late stage.
+        elsewhere: size surrogate of the TT modules of other processes.
     """
 
-    threshold: float = 0.0
+    config: RankConfig
+    reference: int
+    num_cores: int
+    target: float = 1.0
+    target_loss: float | None = None
+    elsewhere: Tensor | float = 0.0
+
+    @property
+    def threshold(self) -> float:
+        """Ranks with |D| below it are truncated; 0 truncates none."""
+        return 0.0
 
     def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str | Tensor]:
         """Return the scalar to minimize, and the part that dominates it: "loss" or "size", or a tensor with 0 or 1 for these."""
@@ -35,73 +51,43 @@ class Objective:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Price(Objective):
-    """L + gamma S + beta |G|^2: linear scalarization, CoMERA section 3.2 (arXiv 2405.14377).
+    """L + gamma S + beta |G|^2: linear scalarization, CoMERA section 3.2 (arXiv 2405.14377)."""
 
-    Attributes:
-        reference: parameters of all TT modules at the start.
-        num_cores: cores of all TT modules.
-        gamma, beta, threshold: as in `RankConfig`.
-    """
+    @property
+    def threshold(self) -> float:
+        """See `RankConfig`."""
+        return self.config.threshold
 
-    reference: int
-    num_cores: int
-    gamma: float
-    beta: float
-
-    def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str]:
+    def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str | Tensor]:
         """See the class."""
-        total = task_loss + self.gamma * size_surrogate(modules) / self.reference if self.gamma else task_loss
-        return total + self.beta * core_norm(modules, self.num_cores) if self.beta else total, "loss"
+        gamma = self.config.gamma
+        total = task_loss + gamma * size_surrogate(modules) / self.reference if gamma else task_loss
+        return self._with_norm(total, modules), "loss"
+
+    def _with_norm(self, total: Tensor, modules: Sequence[TTModule]) -> Tensor:
+        return total + self.config.beta * core_norm(modules, self.num_cores) if self.config.beta else total
 
 
-@dataclass(frozen=True, kw_only=True)
-class Achievement(Objective):
+class Achievement(Price):
     """max{w_loss (L - L0), w_size (S - S0)} + rho (L + S) + beta |G|^2: achievement scalarization, CoMERA eq. 10.
 
     S is the surrogate, and only `threshold` removes ranks, so whether the final size is S0 depends on the weights, as in the paper.
-
-    Attributes:
-        reference: parameters in all TT modules at the start of the stage.
-        num_cores: cores of all TT modules.
-        target: S0, relative to `reference`.
-        target_loss: L0.
-        w_loss, w_size, rho, beta, threshold: as in `RankConfig`.
-        elsewhere: size surrogate of the TT modules of other processes.
     """
 
-    reference: int
-    num_cores: int
-    target: float
-    target_loss: float
-    w_loss: float
-    w_size: float
-    rho: float
-    beta: float
-    elsewhere: Tensor | float = 0.0
-
-    def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, Tensor]:
+    def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str | Tensor]:
         """See the class."""
-        size = (size_surrogate(modules) + self.elsewhere) / self.reference
-        gaps = torch.stack([self.w_loss * (task_loss - self.target_loss), self.w_size * (size - self.target)])
-        total = gaps.max() + self.rho * (task_loss + size)
-        if self.beta:
-            total = total + self.beta * core_norm(modules, self.num_cores)
-        return total, gaps.detach().argmax()
+        assert self.target_loss is not None, "the early stage sets it"
+        config, size = self.config, (size_surrogate(modules) + self.elsewhere) / self.reference
+        gaps = torch.stack([config.w_loss * (task_loss - self.target_loss), config.w_size * (size - self.target)])
+        return self._with_norm(gaps.max() + config.rho * (task_loss + size), modules), gaps.detach().argmax()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Budget(Objective):
     """L alone, under a ceiling that falls to the target: fast at first, while much is redundant, then ever more slowly.
 
     S(t) = S0 + (1 - S0)(1 - t)^3. Zhu and Gupta, To Prune, or Not to Prune (arXiv 1710.01878), equation 1.
-
-    Attributes:
-        target: S0.
     """
-
-    target: float
 
     def ceiling(self, progress: float) -> float:
         """See the class."""

@@ -127,24 +127,14 @@ class RankScheduler:
         self._objective = value
 
     def _stage_objective(self) -> Objective:
-        config = self.config
-        if self.stage == "done":
-            return Objective()
-        if self.stage == "early":
-            return Price(
-                reference=self.reference_params, num_cores=self._num_cores,
-                gamma=config.gamma, beta=config.beta, threshold=config.threshold,
-            )  # fmt: skip
+        facts: dict[str, Any] = {"config": self.config, "reference": self.reference_params, "num_cores": self._num_cores}
+        if self.stage != "late":
+            return Objective(**facts) if self.stage == "done" else Price(**facts)
         assert self.target is not None
-        target = self.target / self.reference_size
-        if config.objective == "budget":
-            return Budget(target=target)
-        assert self.target_loss is not None
-        return Achievement(
-            reference=self.reference_params, num_cores=self._num_cores, target=target, target_loss=self.target_loss,
-            w_loss=config.w_loss, w_size=config.w_size, rho=config.rho, beta=config.beta, threshold=config.threshold,
-            elsewhere=self._surrogate_elsewhere(),
-        )  # fmt: skip
+        facts["target"] = self.target / self.reference_size
+        if self.config.objective == "budget":
+            return Budget(**facts)
+        return Achievement(**facts, target_loss=self.target_loss, elsewhere=self._surrogate_elsewhere())
 
     def _surrogate_elsewhere(self) -> Tensor | float:
         """Return the size surrogate of the TT modules that are on other processes only."""

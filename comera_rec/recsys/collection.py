@@ -130,24 +130,33 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._check_dense_ids(by_feature)
         if not self._configs:
             return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))
-        if not self.is_pooled:
-            return self._rows(features, by_feature, plans)
         groups = self._groups()
         if self._can_share_bags(groups, features):
             pooled = self._shared_bags(groups, features, by_feature, plans)
             return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=pooled)
-        pooled_groups: list[tuple[list[str], Tensor]] = []  # keys, and their bags side by side
-        if self.dense_bags is not None:
-            dense = self.dense_bags(features)  # its keys may be in another order once TorchRec shards, fuses or quantizes it
-            pooled_groups.append(([self._dense_keys[name] for name in dense.keys()], dense.values()))  # noqa: SIM118  of a KeyedTensor
+        dim = 1 if self.is_pooled else 0
+        parts: dict[str, Tensor] = {}
+        if self.dense_bags is not None:  # its keys may be in another order once TorchRec shards, fuses or quantizes it
+            dense = self.dense_bags(features)
+            of_keys = dense.to_dict() if self.is_pooled else {name: rows.values() for name, rows in dense.items()}
+            parts = {self._dense_keys[name]: part for name, part in of_keys.items()}
+            if self.is_pooled and list(parts) == self._keys:
+                return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=dense.values())
         for configs in groups:
-            pooled_groups.append((self._keys_of(configs), self._pool_group(configs, features, by_feature, plans)))
-        return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=self._concatenated(pooled_groups))
+            keys, values = self._keys_of(configs), self._pool_group(configs, features, by_feature, plans)
+            if self.is_pooled and keys == self._keys:
+                return KeyedTensor(keys=keys, length_per_key=self._lengths, values=values)
+            names = [feature for config in configs for feature in config.feature_names]
+            # `shape[0]`, because `len` would make a constant of it in torch.export.
+            sizes = [configs[0].embedding_dim if self.is_pooled else by_feature[name].values().shape[0] for name in names]
+            parts |= zip(keys, values.split(sizes, dim), strict=True)
+        return in_order(self._keys, parts, dim)
 
     def _can_share_bags(self, groups: Sequence[Sequence[TTEmbeddingBagConfig]], features: KeyedJaggedTensor) -> bool:
         """Whether all lookups can write into one tensor: bags of one width and number, by CPU operators, outside of tracers."""
         return (
-            bool(groups)
+            self.is_pooled
+            and bool(groups)
             and self._has_one_width
             and all(_takes_slots(self.tt_bag(configs[0].name)) for configs in groups)
             and features.inverse_indices_or_none() is None
@@ -175,27 +184,6 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             bags = write_slots(bags, dense.values(), of_dense)
         return bags
 
-    def _rows(
-        self,
-        features: KeyedJaggedTensor,
-        by_feature: dict[str, JaggedTensor],
-        plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
-    ) -> KeyedTensor:
-        """Look up the row of every id, one feature after another, [sum of L_f, N].
-
-        Lengths are read as `shape[0]`: `len` would make a constant of them in torch.export.
-        """
-        rows: dict[str, Tensor] = {}
-        if self.dense_bags is not None:
-            rows = {self._dense_keys[name]: of_feature.values() for name, of_feature in self.dense_bags(features).items()}
-        for configs in self._groups():
-            counts = [by_feature[feature].values().shape[0] for config in configs for feature in config.feature_names]
-            group = self._pool_group(configs, features, by_feature, plans)
-            rows |= zip(self._keys_of(configs), group.split(counts), strict=True)
-        return KeyedTensor(
-            self._keys, [rows[key].shape[0] for key in self._keys], _joined([rows[key] for key in self._keys]), key_dim=0
-        )
-
     def _plans_made_ahead(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan | PairPlan]:
         """Return the plans that `plan_ahead` made for a batch; empty if it made none."""
         if torch.compiler.is_compiling() or not hasattr(features, _PLANS):
@@ -213,17 +201,6 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
         return [key for config in configs for key in self._names[config.name]]
-
-    def _concatenated(self, pooled_groups: Sequence[tuple[list[str], Tensor]]) -> Tensor:
-        """Return the bags [B, sum of N_f] in the order of the collection's keys."""
-        keys, values = pooled_groups[0]
-        if len(pooled_groups) == 1 and keys == self._keys:
-            return values
-        widths = dict(zip(self._keys, self._lengths, strict=True))
-        pooled: dict[str, Tensor] = {}
-        for keys, values in pooled_groups:
-            pooled |= zip(keys, values.split([widths[key] for key in keys], dim=1), strict=True)
-        return torch.cat([pooled[key] for key in self._keys], dim=1)
 
     def _require_features(self, features: KeyedJaggedTensor) -> None:
         require_keys(features, self._configs)
@@ -309,10 +286,6 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """Keys of the KeyedTensor that `forward` returns."""
         return list(self._keys)
 
-    def output_lengths(self) -> list[int]:
-        """Columns of each key."""
-        return list(self._lengths)
-
     def dense_keys(self) -> dict[str, str]:
         """Map the keys that `dense_bags` returns to those of `output_keys`."""
         return dict(self._dense_keys)
@@ -384,6 +357,11 @@ def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:
 def _version(values: Tensor) -> int | None:
     """Return a number that changes with the values."""
     return None if values.is_inference() else values._version
+
+
+def in_order(keys: list[str], parts: Mapping[str, Tensor], dim: int) -> KeyedTensor:
+    """Combine what was looked up for each key, side by side (`dim` 1) or one below the other (0), in the order of the keys."""
+    return KeyedTensor(keys, [parts[key].shape[dim] for key in keys], torch.cat([parts[key] for key in keys], dim), key_dim=dim)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

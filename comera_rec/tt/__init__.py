@@ -1,17 +1,19 @@
 """Mathematics of TT shapes and cores, without modules or state."""
 
 from comera_rec.tt.contraction import (
+    Contraction,
+    Tree,
     best_contractions,
     candidate_contractions,
     contraction_for,
-    dense_milliseconds,
-    tt_milliseconds,
+    dense_cost,
+    span,
+    tt_cost,
 )
 from comera_rec.tt.cores import contract, first_rows, init_cores_, scaled_cores, tt_to_dense
 from comera_rec.tt.digits import row_digits
 from comera_rec.tt.hot_blocks import Blocks, blocks_params, choose_hot_blocks
 from comera_rec.tt.layout import is_slice_major, slice_major, slice_major_together
-from comera_rec.tt.linear_cost import Contraction, LinearWork, Tree, contraction_work, dense_work, span
 from comera_rec.tt.modes import factorize, require_positive
 from comera_rec.tt.shape import TTShape, max_ranks
 from comera_rec.tt.svd import tt_svd, tt_svd_spectra
@@ -19,7 +21,6 @@ from comera_rec.tt.svd import tt_svd, tt_svd_spectra
 __all__ = [
     "Blocks",
     "Contraction",
-    "LinearWork",
     "TTShape",
     "Tree",
     "best_contractions",
@@ -28,9 +29,7 @@ __all__ = [
     "choose_hot_blocks",
     "contract",
     "contraction_for",
-    "contraction_work",
-    "dense_milliseconds",
-    "dense_work",
+    "dense_cost",
     "factorize",
     "first_rows",
     "init_cores_",
@@ -42,7 +41,7 @@ __all__ = [
     "slice_major",
     "slice_major_together",
     "span",
-    "tt_milliseconds",
+    "tt_cost",
     "tt_svd",
     "tt_svd_spectra",
     "tt_to_dense",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from in_backward import _apply_optimizer_in_backward
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
@@ -26,9 +26,6 @@ from comera_rec import (
     export_dense,
 )
 from comera_rec.nn import named_tt_modules
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
 
 LIMITS = {"user": 400, "item": 300, "day": 7}
 
@@ -88,35 +85,37 @@ def test_collections_are_replaced_wherever_they_are(random_jagged: Callable[...,
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
 @pytest.mark.parametrize("init", ["random", "tt_svd"])
-def test_frozen_tables_stay_frozen(init: str) -> None:
-    model = nn.Sequential(collection())
-    bags = model[0].embedding_bags
-    for name in ("t_user", "t_day"):
-        bags[name].weight.requires_grad_(False)
-    swapped = compress_(model, tables=TableCompression(tt_ranks=4, min_rows=100), init=init)[0]  # type: ignore[index]
-    assert {parameter.requires_grad for parameter in swapped.tt_bag("t_user").parameters()} == {False}
-    assert {parameter.requires_grad for parameter in swapped.tt_bag("t_item").parameters()} == {True}
-    assert not swapped.dense_bags.embedding_bags["t_day"].weight.requires_grad
-
-
-def test_buffers_and_training_modes_are_kept() -> None:
-    model = nn.Sequential(collection())
-    model[0].register_buffer("seen", torch.tensor(5))
-    model[0].register_buffer("cache", torch.tensor(7), persistent=False)
-    model[0].embedding_bags["t_user"].register_buffer("counts", torch.arange(3))
-    model[0].embedding_bags["t_item"].eval()
-    model[0].embedding_bags["t_day"].eval()
-    seen = model[0].seen
-    swapped = compress_(model, tables=TableCompression(tt_ranks=4, min_rows=100))[0]  # type: ignore[index]
-    assert swapped.seen is seen
-    assert int(swapped.cache) == 7
-    assert torch.equal(swapped.tt_bag("t_user").counts, torch.arange(3))
-    assert {"seen", "tt_bags.t_user.counts"} <= swapped.state_dict().keys()
-    assert "cache" not in swapped.state_dict()
-    modes = {"user": swapped.tt_bag("t_user"), "item": swapped.tt_bag("t_item"), "day": swapped.dense_bags.embedding_bags["t_day"]}
-    assert {name: module.training for name, module in modes.items()} == {"user": True, "item": False, "day": False}
-    assert swapped.training
+def test_types_buffers_modes_and_what_is_frozen_are_kept(init: str, is_trained: bool) -> None:
+    model = nn.ModuleDict({"bags": collection(), "words": nn.Embedding(400, 16), "head": nn.Linear(128, 256)}).double()
+    bags = model["bags"].embedding_bags
+    old = {"user": bags["t_user"], "item": bags["t_item"], "day": bags["t_day"], "words": model["words"], "head": model["head"]}
+    for number, layer in enumerate(old.values()):
+        layer.weight.requires_grad_(is_trained == (number % 2 == 0))
+        layer.register_buffer("seen", torch.arange(number + 1), persistent=number != 1)
+    model["head"].bias.requires_grad_(False)
+    model["bags"].eval().register_buffer("total", torch.tensor(5))
+    old["item"].train()
+    old["words"].eval()
+    linears = LinearCompression(tt_ranks=4, policy="always")
+    compress_(model, tables=TableCompression(tt_ranks=4, min_rows=100), linears=linears, init=init)
+    tables = model["bags"]
+    new = {"user": tables.tt_bag("t_user"), "item": tables.tt_bag("t_item"), "words": model["words"], "head": model["head"]}
+    assert not model["head"].bias.requires_grad
+    assert not tables.training
+    assert int(tables.total) == 5
+    assert tables.dense_bags.embedding_bags["t_day"] is old["day"]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    for name, module in new.items():
+        assert {core.requires_grad for core in (*module.cores(), *module.rank_parameters())} == {old[name].weight.requires_grad}
+        assert module.training == old[name].training
+        assert module.seen is old[name].seen
+        assert ("seen" in module.state_dict()) == (name != "item")
+    exported = export_dense(model)
+    for name, bag in exported["bags"].embedding_bags.items():
+        assert bag.weight.dtype == torch.float64
+        assert bag.weight.requires_grad == old[name.removeprefix("t_")].weight.requires_grad
 
 
 def test_tables_that_share_their_weight_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,13 +217,6 @@ def test_a_compression_out_of_reach_is_an_error() -> None:
         compress_(collection(), tables=TableCompression(compression=5000, min_rows=100, hot_rows=0.9))
 
 
-def test_order_and_ranks_are_used() -> None:
-    swapped = compress_(collection(), tables=TableCompression(tt_ranks=(2, 3), min_rows=100))
-    assert swapped.tt_bag("t_user").shape.ranks == (2, 3)  # type: ignore[operator]
-    swapped = compress_(collection(), tables=TableCompression(tt_ranks=2, order=4, min_rows=100))
-    assert swapped.tt_bag("t_user").shape.order == 4  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("move", [lambda: collection().to("meta"), lambda: collection(torch.device("meta"))])
 def test_tt_tables_are_built_on_the_device_of_the_tables(move: Callable[[], nn.Module]) -> None:
     # A collection that was moved still names the device of its construction.
@@ -270,18 +262,6 @@ def test_a_table_that_is_registered_elsewhere_stays_dense(caplog: pytest.LogCapt
     assert list(model["tables"].tt_bags) == ["t_user"]
     assert model["tables"].dense_bags.embedding_bags["t_item"] is model["scores"][0]
     assert caplog.messages[1] == "t_item: 300 x 16, stays dense: its weight is also that of 'scores.0'"
-
-
-@pytest.mark.parametrize("init", ["random", "tt_svd"])
-def test_dtypes_are_kept_by_swap_and_export(init: str) -> None:
-    model = nn.Sequential(collection()).double()
-    model[0].embedding_bags["t_item"].requires_grad_(False)
-    compress_(model, tables=TableCompression(tt_ranks=4, min_rows=100), init=init)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
-    exported = export_dense(model)[0].embedding_bags
-    assert {name: (bag.weight.dtype, bag.weight.requires_grad) for name, bag in exported.items()} == {
-        name: (torch.float64, name != "t_item") for name in ("t_user", "t_item", "t_day")
-    }
 
 
 @pytest.mark.parametrize(

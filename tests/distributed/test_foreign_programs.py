@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from foreign_programs import PROGRAMS, SAMPLES, batch
+from sharding import shard
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-import comera_rec as cr
 from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
 
 STEPS = 3
 KINDS = {"user": "row_wise", "item": "table_wise", "place": "data_parallel", "day": "table_wise"}
-
-
-def wrapped(model: nn.Module) -> DistributedModelParallel:
-    sharders: list[Any] = [
-        cr.TTEmbeddingBagCollectionSharder(),
-        EmbeddingBagCollectionSharder(),
-    ]
-    constraints = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in KINDS.items()}
-    topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
-    plan = cr.TTShardingPlanner(topology, SAMPLES, constraints=constraints).collective_plan(model, sharders, dist.group.WORLD)
-    return DistributedModelParallel(model, plan=plan, sharders=sharders)
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
@@ -48,7 +30,7 @@ def train_sharded(rank: int, name: str) -> list[dict[str, Tensor]]:
     """Return values before the first step and after each."""
     torch.manual_seed(rank)
     program = PROGRAMS[name]
-    model = wrapped(program.model("meta"))
+    model = shard(program.model("meta"), KINDS, batch=SAMPLES)
     dense = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(model.named_parameters())), program.dense_optimizer)
     optimizer = CombinedOptimizer([model.fused_optimizer, dense]) if program.is_combined else dense
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchrec.optim
+from in_backward import _apply_optimizer_in_backward
+from sharding import shard
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import comera_rec as cr
 from comera_rec.rank import truncate_ranks_
 from comera_rec.recsys.sharding import optimizer_state, rewrap_data_parallel_
 from comera_rec.testing import run
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
 
 pytestmark = pytest.mark.distributed
 
@@ -66,13 +62,6 @@ def ids(process_rank: int, step: int = 0) -> Tensor:
     return torch.tensor([[0, 7, 7, 99], [0, 50, 31, 4]])[process_rank].add(3 * step) % 100
 
 
-def wrapped(model: nn.Module, kind: str) -> DistributedModelParallel:
-    sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder()]
-    topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
-    planner = cr.TTShardingPlanner(topology, 8, constraints={"t": ParameterConstraints(sharding_types=[kind])})
-    return DistributedModelParallel(model, plan=planner.collective_plan(model, sharders, dist.group.WORLD), sharders=sharders)
-
-
 def rows_of(model: nn.Module) -> Tensor:
     with torch.no_grad():
         rows: Tensor = model(torch.arange(100))
@@ -100,7 +89,7 @@ def train_with(
     model: Any = Model(collection, device)
     torch.manual_seed(rank)
     _apply_optimizer_in_backward(OPTIMIZERS[optimizer][0], model.parameters(), dict(OPTIMIZERS[optimizer][1]))
-    model = wrapped(model, kind)
+    model = shard(model, {"t": kind})
     assert not dict(in_backward_optimizer_filter(model.named_parameters())), "no parameter is left to another optimizer"
     start = whole_state(model)
     rows = train(model, 3, [rank])
@@ -138,7 +127,7 @@ def with_adam(rank: int, kind: str) -> DistributedModelParallel:
     model = Model("bags", "meta")
     torch.manual_seed(rank)
     _apply_optimizer_in_backward(torch.optim.Adam, model.parameters(), {"lr": 0.05})
-    return wrapped(model, kind)
+    return shard(model, {"t": kind})
 
 
 def save(rank: int, kind: str, folder: str) -> list[Tensor]:
@@ -197,7 +186,7 @@ def refused(rank: int) -> list[str]:
         model = Model("bags", "meta")
         _apply_optimizer_in_backward(optimizer, model.parameters(), settings)
         with pytest.raises(ValueError, match="sharded TT tables don't support") as error:
-            wrapped(model, "table_wise")
+            shard(model, {"t": "table_wise"})
         messages.append(str(error.value))
     return messages
 

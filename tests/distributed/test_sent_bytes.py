@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sharding import shard
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ParameterConstraints
 
 import comera_rec as cr
 from comera_rec.recsys.sharding.planner import count_bytes
@@ -78,11 +77,7 @@ def counted(model: DistributedModelParallel) -> Iterator[Counter[str]]:
 
 def sent_in_a_step(rank: int, kind: str) -> Counter[str]:
     table = cr.TTEmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"], shape=SHAPE)
-    model, sharders = Values(cr.TTEmbeddingBagCollection([table])), [cr.TTEmbeddingBagCollectionSharder()]
-    planner = cr.TTShardingPlanner(
-        Topology(WORLD, "cpu"), BATCH, constraints={"t": ParameterConstraints(sharding_types=[kind])}, stats=[]
-    )
-    sharded = DistributedModelParallel(model, plan=planner.collective_plan(model, sharders, dist.group.WORLD), sharders=sharders)
+    sharded = shard(Values(cr.TTEmbeddingBagCollection([table])), {"t": kind}, batch=BATCH)
     features = KeyedJaggedTensor(["f"], torch.randint(ROWS, (BATCH,)), lengths=torch.ones(BATCH, dtype=torch.int64))
     with counted(sharded) as sent:
         sharded(features).sum().backward()

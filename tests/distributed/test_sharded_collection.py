@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sharding import shard
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor, PoolingType
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ShardingEnv
 
 import comera_rec as cr
 from comera_rec.nn import named_tt_modules
@@ -86,7 +83,7 @@ class Model(nn.Module):
         self.bags = TTEmbeddingBagCollection(tables(case.weighted), case.weighted)
         self.bags.tt_bag("two").set_row_order_(torch.randperm(1000))
         self.bags.tt_bag("average").set_row_order_(torch.randperm(900))
-        self.over = nn.Linear(sum(self.bags.output_lengths()), 3)
+        self.over = nn.Linear(sum(each.embedding_dim * len(each.feature_names) for each in self.bags.embedding_bag_configs()), 3)
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         """Return the loss, in the form that the pipeline expects, and the logits."""
@@ -119,25 +116,16 @@ def joined(samples: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(FEATURES, torch.cat([bag.values() for bag in bags]), weights, lengths=lengths.flatten())
 
 
-def share(step: int, rank: int, case: Case, world: int | None = None) -> KeyedJaggedTensor:
-    sizes = SIZES[: world or dist.get_world_size()]
+def share(step: int, rank: int, case: Case, world: int) -> KeyedJaggedTensor:
+    sizes = SIZES[:world]
     first = sum(sizes[:rank])
     return joined(global_batch(step, sum(sizes), case.weighted)[first : first + sizes[rank]])
 
 
 def sharded(case: Case, group: dist.ProcessGroup | None = None) -> DistributedModelParallel:
-    group = group or dist.distributed_c10d._get_default_group()
-    world = group.size()
-    names = ["two", "three", "average"]
-    constraints = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in zip(names, case.kinds * 3, strict=False)}
-    constraints |= {name: ParameterConstraints(sharding_types=["table_wise"]) for name in ("first", "small")}
+    kinds = dict(zip(("two", "three", "average"), case.kinds * 3, strict=False))
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
-    sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))]
-    planner = cr.TTShardingPlanner(Topology(world_size=world, compute_device="cpu"), batch_size=8, constraints=constraints)
-    model = Model(case)
-    env = ShardingEnv(world, group.rank())
-    env.process_group = group  # not `from_process_group`: its mesh needs all processes, whatever the group
-    return DistributedModelParallel(model, env, plan=planner.collective_plan(model, sharders, group), sharders=sharders)
+    return shard(Model(case), {**kinds, "first": "table_wise", "small": "table_wise"}, fused=fused, group=group)
 
 
 def weaken_(model: nn.Module) -> None:
@@ -164,20 +152,16 @@ def scheduler_of(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case)
     return cr.RankScheduler(model, optimizer, cr.RankConfig(**schedule, objective=case.objective))  # type: ignore[arg-type]
 
 
-def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
+def train(model: nn.Module, case: Case, world: int, share_of: Callable[[int], KeyedJaggedTensor]) -> dict[str, Tensor]:
     """Train three steps; return losses, the last logits, and gradients and parameters, of divided cores this process's shard."""
-    group = dist.new_group(list(range(dist.get_world_size() - case.spare)))
-    if rank >= dist.get_world_size() - case.spare:
-        return {}
-    torch.manual_seed(rank)
-    model = sharded(case, group)
-    assert isinstance(model.module.bags, ShardedTTEmbeddingBagCollection)
+    inner = getattr(model, "module", model)
     optimizer = optimizer_of(model, case)
-    scheduler = scheduler_of(model.module, optimizer, case)
-    sizes, losses = SIZES[: group.size()], []
+    scheduler = scheduler_of(inner, optimizer, case)
+    samples, losses = sum(SIZES[:world]), []
     for step in range(3):
-        _, logits = model(share(step, rank, case, group.size()))
-        loss = logits.square().sum() * len(sizes) / (sum(sizes) * logits.shape[1])  # the mean over processes is the global mean
+        _, logits = model(share_of(step))
+        # The mean over processes is the global mean.
+        loss = logits.square().sum() / (samples * logits.shape[1]) * (1 if model is inner else world)
         losses.append(loss.detach())
         loss = scheduler.loss(loss) if scheduler else loss
         optimizer.zero_grad()
@@ -185,41 +169,33 @@ def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
         optimizer.step()
         if scheduler and step < 2:  # gradients of the last step are compared
             scheduler.step()
-            rewrap_data_parallel_(model)
         if case.truncates and step == 0:
             weaken_(model)
             truncate_ranks_(model, optimizer, threshold=0.01)
+        if isinstance(model, DistributedModelParallel) and step < 2 and (scheduler or case.truncates):
             rewrap_data_parallel_(model)
-    outcome = {name: value.detach() for name, value in model.module.bags.state_dict().items() if name.startswith("tt_bags")}
-    outcome = {f"bags.{name}": value.to_local() if hasattr(value, "to_local") else value for name, value in outcome.items()}
-    outcome |= {f"over.{name}": value.detach() for name, value in model.module.over.named_parameters()}
-    for name, value in model.module.named_parameters():
+    state = {name: value.detach() for name, value in inner.state_dict().items() if "tt_bags" in name or name.startswith("over")}
+    outcome = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state.items()}
+    outcome = {name: value for name, value in outcome.items() if value.is_floating_point()}
+    for name, value in inner.named_parameters():
         if name in outcome:
             assert value.grad is not None, name
             outcome[f"gradient of {name}"] = value.grad[:, : outcome[name].shape[1]] if value.ndim == 4 else value.grad
     return {**outcome, "losses": torch.stack(losses), "logits": logits.detach()}
 
 
+def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
+    group = dist.new_group(list(range(dist.get_world_size() - case.spare)))
+    if rank >= dist.get_world_size() - case.spare:
+        return {}
+    torch.manual_seed(rank)
+    model = sharded(case, group)
+    assert isinstance(model.module.bags, ShardedTTEmbeddingBagCollection)
+    return train(model, case, group.size(), lambda step: share(step, rank, case, group.size()))
+
+
 def train_single(case: Case, world: int) -> dict[str, Tensor]:
-    model, losses = Model(case), []
-    optimizer = optimizer_of(model, case)
-    scheduler = scheduler_of(model, optimizer, case)
-    for step in range(3):
-        loss, logits = model(joined(global_batch(step, sum(SIZES[:world]), case.weighted)))
-        losses.append(loss.detach())
-        loss = scheduler.loss(loss) if scheduler else loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if scheduler and step < 2:
-            scheduler.step()
-        if case.truncates and step == 0:
-            weaken_(model)
-            truncate_ranks_(model, optimizer, threshold=0.01)
-    parts = {name: value for name, value in model.named_parameters() if name.startswith(("bags.tt_bags", "over"))}
-    gradients = {f"gradient of {name}": value.grad for name, value in parts.items() if value.grad is not None}
-    parameters = {name: value.detach() for name, value in parts.items()}
-    return {**parameters, **gradients, "losses": torch.stack(losses), "logits": logits.detach()}
+    return train(Model(case), case, world, lambda step: joined(global_batch(step, sum(SIZES[:world]), case.weighted)))
 
 
 @pytest.mark.parametrize(
@@ -246,8 +222,8 @@ def test_losses_gradients_and_parameters_are_those_of_one_process(world: int, ca
         assert parts, f"nobody holds {name}"
         # A divided core is joined; replicas must all be correct.
         shards = [torch.cat(parts, dim=1)] if parts[0].shape != value.shape else parts
-        for shard in shards:
-            torch.testing.assert_close(shard, value, atol=1e-5, rtol=1e-6, msg=lambda error, name=name: f"{name}: {error}")
+        for whole in shards:
+            torch.testing.assert_close(whole, value, atol=1e-5, rtol=1e-6, msg=lambda error, name=name: f"{name}: {error}")
 
 
 def save(rank: int, case: Case, folder: str) -> Tensor:
@@ -280,18 +256,6 @@ def test_a_checkpoint_of_four_processes_loads_on_two_on_one_and_dense(tmp_path: 
     batch = joined(global_batch(0, 4, False))
     assert torch.allclose(single(batch)[1], expected, atol=1e-6)
     assert torch.allclose(cr.export_dense(single)(batch)[1], expected, atol=1e-4)
-
-
-def bad_input(rank: int) -> list[str]:
-    model = sharded(Case(("row_wise", "table_wise", "data_parallel")))
-    messages = []
-    for key, bad in (("left", 1000), ("right", 700), ("mean", -1)):
-        values = torch.tensor([bad])
-        lengths = torch.tensor([int(name == key) for name in FEATURES])
-        with pytest.raises(ValueError, match="out of range") as error:
-            model(KeyedJaggedTensor(FEATURES, values, lengths=lengths))
-        messages.append(str(error.value))
-    return messages
 
 
 def momenta(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tensor:
@@ -343,31 +307,25 @@ def test_momenta_of_divided_cores_are_saved_by_all_and_loaded_on_any_number_of_p
         load_optimizer_state_(single, optimizer, {})
 
 
-def missing_feature(rank: int) -> str:
-    model = sharded(Case(("row_wise",)))
-    with pytest.raises(ValueError, match="table 'three' looks up feature 'right', which the batch lacks") as error:
-        model(KeyedJaggedTensor(["shared", "left", "mean", "small"], torch.tensor([1]), lengths=torch.tensor([1, 0, 0, 0])))
-    return str(error.value)
-
-
-def test_a_missing_feature_is_named() -> None:
-    assert len(run(2, missing_feature)) == 2
-
-
-def frozen_shard(rank: int) -> list[bool]:
+def mistakes(rank: int) -> list[str]:
+    """Return errors of bad batches, and which parameters of the shard of a frozen table are trained."""
     bag = cr.TTEmbeddingBag(100, 8, tt_ranks=2, hot_rows=((4, 2),), include_last_offset=True).requires_grad_(False)
     shard = RowShard(bag, dist.distributed_c10d._get_default_group(), torch.device("cpu"))
-    return [parameter.requires_grad for parameter in shard.parameters()]
+    assert not any(parameter.requires_grad for parameter in shard.parameters())
+    model, messages = sharded(Case(("row_wise", "table_wise", "data_parallel"))), []
+    for keys, key, bad in ((FEATURES, "left", 1000), (FEATURES, "right", 700), (FEATURES, "mean", -1), (FEATURES[:2], "left", 1)):
+        lengths = torch.tensor([int(name == key) for name in keys])
+        with pytest.raises(ValueError, match="table") as error:
+            model(KeyedJaggedTensor(keys, torch.tensor([bad]), lengths=lengths))
+        messages.append(str(error.value).split(":")[0])
+    return messages
 
 
-def test_frozen_tables_stay_frozen_in_shards() -> None:
-    assert not any(any(flags) for flags in run(2, frozen_shard))
-
-
-def test_an_id_out_of_range_is_named_before_it_is_sent() -> None:
-    for messages in run(2, bad_input):
-        assert [message.split(":")[0] for message in messages] == [
+def test_bad_batches_are_named_before_ids_are_sent_and_frozen_tables_stay_frozen() -> None:
+    for messages in run(2, mistakes):
+        assert messages == [
             "id 1000 is out of range for table 'two' (feature 'left')",
             "id 700 is out of range for table 'three' (feature 'right')",
             "id -1 is out of range for table 'average' (feature 'mean')",
+            "table 'three' looks up feature 'right', which the batch lacks",
         ]

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sharding import shard
 from torch import Tensor, nn
 from torchrec import EmbeddingConfig, KeyedJaggedTensor
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ParameterConstraints
 
 import comera_rec as cr
 from comera_rec.testing import run
@@ -73,15 +67,8 @@ def train(model: nn.Module, features: KeyedJaggedTensor, world: int) -> list[flo
 
 def train_sharded(rank: int, kinds: tuple[str, str], dense_kind: str) -> list[float]:
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
-    sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))]
-    constraints = {
-        **{name: ParameterConstraints(sharding_types=[kind]) for name, kind in zip(("products", "again"), kinds, strict=True)},
-        "sites": ParameterConstraints(sharding_types=[dense_kind]),
-    }
-    planner = cr.TTShardingPlanner(Topology(world_size=2, compute_device="cpu"), batch_size=4, constraints=constraints)
-    model: nn.Module = Model()
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    return train(DistributedModelParallel(model, plan=plan, sharders=sharders), batch([rank]), 2)
+    kinds_of = dict(zip(("products", "again", "sites"), (*kinds, dense_kind), strict=True))
+    return train(shard(Model(), kinds_of, fused=fused), batch([rank]), 2)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec import EmbeddingBagCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption
@@ -23,7 +21,6 @@ import comera_rec as cr
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding.planner import TTEnumerator, count_bytes
-from comera_rec.testing import run
 
 KINDS = ("data_parallel", "table_wise", "row_wise")
 
@@ -97,57 +94,6 @@ def test_the_error_names_the_largest_tables_their_sizes_and_the_room(build: Call
         "give the largest ones smaller TT ranks and no hot rows, make dense ones .* or plan for more devices than 1\n",
     ):
         plan(build(*tables), world_size=1, ddr_cap=1 << 30)
-
-
-DEVICE = 512 << 20
-LARGE = [table(name, 3_000_000) for name in ("clicked", "bought", "searched")]  # 0.7 GiB each
-
-
-def train_on_one_device(rank: int) -> tuple[list[float], int]:
-    """Train; return losses and the bytes of all parameters."""
-    torch.manual_seed(0)
-    tt_bags = TTEmbeddingBagCollection([each.with_changes(tt_ranks=8) for each in LARGE])
-    sharders = [cr.TTEmbeddingBagCollectionSharder()]
-    planner = cr.TTShardingPlanner(Topology(1, "cpu", ddr_cap=DEVICE), 256, stats=[])
-    sharding = planner.collective_plan(tt_bags, sharders, dist.group.WORLD)
-    sharded = DistributedModelParallel(tt_bags, plan=sharding, sharders=sharders)
-    optimizer = torch.optim.Adagrad(sharded.parameters(), lr=0.05)
-    ids = torch.randint(3_000_000, (3 * 256,))
-    features = KeyedJaggedTensor([f"f_{each.name}" for each in LARGE], ids, lengths=torch.ones(3 * 256, dtype=torch.int64))
-    losses = []
-    for _ in range(10):
-        loss = (sharded(features).values().sum(dim=1) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, sum(p.numel() * p.element_size() for p in sharded.parameters())
-
-
-def test_tables_too_large_for_two_devices_train_on_one_in_tt_form() -> None:
-    with pytest.raises(PlannerError, match=r"'clicked' takes .* make dense ones TT tables"):
-        plan(stock_model(*LARGE), world_size=2, batch=256, ddr_cap=DEVICE)
-    [(losses, size)] = run(1, train_on_one_device)
-    assert losses[-1] < 0.5 * losses[0]
-    assert size < DEVICE / 100
-
-
-def test_replicas_are_cheaper_the_larger_the_batch() -> None:
-    """All-reduced cores don't grow with the batch, but bags do."""
-    shape = cr.TTShape.for_table(1_000_000, 64, tt_ranks=8)
-    sent = {
-        kind: [
-            count_bytes(kind, shape, 64, 1, batch, batch, 4)["bags"] * 2
-            + count_bytes(kind, shape, 64, 1, batch, batch, 4)["gradients"]
-            for batch in (64, 65_536)
-        ]
-        for kind in KINDS
-    }
-    assert sent["data_parallel"][0] == sent["data_parallel"][1]
-    assert sent["data_parallel"][0] > sent["table_wise"][0]
-    assert sent["data_parallel"][1] < sent["table_wise"][1]
-    of = model(table("users", 1_000_000, 8))
-    assert plan(of, world_size=4, batch=65_536).plan["0"]["users"].sharding_type == "data_parallel"
 
 
 def option(config: Table, constraint: ParameterConstraints | None = None, **arguments: int) -> ShardingOption:

@@ -67,20 +67,6 @@ def test_a_state_dict_brings_its_order(tmp_path) -> None:
     torch.testing.assert_close(full.dense_matrix(), matrix, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "order", [torch.arange(ROWS - 1), torch.arange(ROWS) + 1, torch.zeros(ROWS, dtype=torch.long), torch.arange(ROWS).float()]
-)
-def test_other_than_permutations_are_refused(order: Tensor) -> None:
-    with pytest.raises(ValueError, match="give each of the numbers 0 to 59 once"):
-        cr.TTEmbeddingBag(ROWS, DIM, row_order=order)
-
-
-def test_ids_out_of_range_are_named() -> None:
-    _, ordered, _ = pair(cr.TTEmbeddingBag, name="table 'x'")
-    with pytest.raises(ValueError, match=r"id 60 is out of range for table 'x'"):
-        ordered(torch.tensor([1, 60]), torch.tensor([0]))
-
-
 @pytest.mark.parametrize("form", [PortableTables, FastTables])
 def test_served_tables_follow_it(form: type) -> None:
     plain, ordered, _ = pair(cr.TTEmbeddingBag, True, include_last_offset=True)

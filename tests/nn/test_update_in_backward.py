@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
+from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import comera_rec as cr
 from comera_rec.nn import update_in_backward_
-from comera_rec.rank import rank_param_groups
 from comera_rec.testing import run as run_processes
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
-    from torchrec.optim import RowWiseAdagrad
 
 SHAPES = [
     cr.TTShape((7, 9), (4, 4), (5,)),
@@ -57,20 +52,6 @@ def test_it_learns_the_same_as_the_optimizers_step(kind: type, settings: dict, s
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
         for key, value in optimizers[0].state[expected].items():
             torch.testing.assert_close(optimizers[1].state[actual][key], value, rtol=1e-4, atol=1e-6)
-
-
-def test_settings_and_state_stay_the_optimizers_through_a_state_dict() -> None:
-    model = two_tables(SHAPES[0])
-    optimizer = torch.optim.Adagrad(rank_param_groups(model, lr_cores=0.05, lr_ranks=0.01, lr_dense=0.1))
-    update_in_backward_(model, optimizer)
-    train(model, optimizer)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    before = copy.deepcopy(model.state_dict())
-    train(model, optimizer, 1)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(optimizer.state[core]["step"] == 5 for table in model for core in table.cores())
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: f"order{shape.order}")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from comera_rec import TTEmbeddingBag
-from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import PairPlan, plan_lookup, tt_bags
 from comera_rec.ops.bags import kernel_calls
 from comera_rec.ops.bags.updates import register_update
@@ -369,16 +368,6 @@ def test_an_infinite_slice_changes_no_bag_that_does_not_use_it(plan_impl: str, d
     assert look_up(tables, ids, offsets, "triton", plan_impl=plan_impl).isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")  # the interpreter's
-def test_columns_that_bags_lack_change_no_gradient_of_weights(device: str) -> None:
-    tables = make_tables(shapes=[TTShape((3, 2), (2, 2), (1,))])
-    with torch.no_grad():
-        for core in tables[0].cores():
-            core.fill_(1.0)
-            core[:, :, 1] = 1e30  # the last column, which is left out, overflows
-    check(tables, *draw(tables, [1, 1]), device, weighted=True, num_cols=3)
-
-
 def test_gradients_draw_no_random_numbers(device: str) -> None:
     tables = make_tables().to(device, torch.bfloat16)
     before = torch.random.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
@@ -469,14 +458,6 @@ def test_unused_slices_between_used_ones_have_no_owner(device: str) -> None:
     check(tables, [torch.tensor([0, 1, 150, 299])], torch.arange(5), device)
 
 
-def test_more_ids_than_32_bits_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs_module, "MOST_IDS", 4)
-    ids = torch.zeros(4, dtype=torch.int64)
-    for plan in (lambda: pairs_module.pair_up(ids, ids, (1, 1)), lambda: pairs_module.plan_pairs([ids], [(1, 1)], [1])):
-        with pytest.raises(ValueError, match="a lookup on a GPU takes fewer than 4 ids, not 4: split the batch"):
-            plan()
-
-
 def test_a_plan_of_a_gpu_is_refused_elsewhere(device: str) -> None:
     tables = make_tables().to(device)
     with pytest.raises(ValueError, match=r"impl is 'reference', but the plan is for GPUs: make it with plan_lookup\("):
@@ -488,10 +469,3 @@ def test_a_slice_of_very_many_ids_on_a_gpu() -> None:
     tables = make_tables(shapes=[TTShape((300, 200), (8, 8), (16,))])
     ids = (60_000 ** torch.rand(200_000)).long() - 1
     check(tables, [ids], torch.arange(200_001), "cuda", tol=1e-4)
-
-
-def test_modules_make_plans_for_their_implementation(device: str) -> None:
-    tables = make_tables().to(device)
-    ids = [[torch.tensor([1, 2], device=device)], [torch.tensor([3, 4], device=device)]]
-    plan = plan_tables(ids, list(tables), [["a"], ["b"]], impl="triton")
-    assert isinstance(plan, PairPlan)

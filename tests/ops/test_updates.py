@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import bag_tables
 import pytest
 import torch
+from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward, param_to_optim_hook_handle_map
 from torch import Tensor, nn
 
-from comera_rec import TTEmbeddingBag
 from comera_rec.ops import plan_lookup, tt_bags
 from comera_rec.tt import TTShape, row_digits
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
-    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
-    from torchrec.optim import RowWiseAdagrad
 
 SHAPES = {
     2: [TTShape((7, 6), (4, 4), (5,)), TTShape((3, 8), (4, 4), (2,))],
@@ -57,16 +52,9 @@ class Batch(NamedTuple):
 
 
 def make_tables(order: int, dtype: torch.dtype = torch.float32, shapes: Sequence[TTShape] | None = None) -> nn.ModuleList:
-    tables = nn.ModuleList()
-    for shape in shapes or SHAPES[order]:
-        hot_rows = () if len(tables) else HOT_ROWS
-        table = TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, dtype=dtype, hot_rows=hot_rows)
-        for block in table.hot_blocks():
-            nn.init.normal_(block.core_0)  # it starts at zero
-        for rank in (rank for module in (table, *table.hot_blocks()) for rank in module.rank_parameters()):
-            nn.init.uniform_(rank, 0.5, 1.5)
-        tables.append(table)
-    return tables
+    shapes = shapes or SHAPES[order]
+    rows, ranks, hot_rows = [s.row_shape for s in shapes], [s.ranks for s in shapes], [HOT_ROWS, *[()] * (len(shapes) - 1)]
+    return nn.ModuleList(bag_tables.make_tables(rows, shapes[0].col_shape, ranks, dtype=dtype, hot_rows=hot_rows))
 
 
 def make_batches(tables: nn.ModuleList, count: int = 4, lookups: int = 30, dtype: torch.dtype = torch.float32) -> list[Batch]:
@@ -98,9 +86,9 @@ def look_up(tables: nn.ModuleList, batch: Batch, *, impl: str = "auto", mode: st
 
 
 def differentiate(tables: nn.ModuleList, batch: Batch, mode: str = "sum") -> list[Tensor]:
-    """Gradients of all parameters by definition."""
-    out = look_up(tables, batch, impl="reference", mode=mode)
-    return list(torch.autograd.grad(out, list(tables.parameters()), batch.gradient.to(out.dtype)))
+    """Gradients of all parameters by definition, and of weights that need them."""
+    out, weights = look_up(tables, batch, impl="reference", mode=mode), [batch.weights] if batch.weights.requires_grad else []
+    return list(torch.autograd.grad(out, [*tables.parameters(), *weights], batch.gradient.to(out.dtype)))
 
 
 def backward(tables: nn.ModuleList, batch: Batch, **arguments: Any) -> None:
@@ -189,8 +177,11 @@ def test_parameters_and_states_follow_the_formulas(order: int, kind: type, setti
         for parameter in updated:
             optimizer_of(parameter).param_groups[0]["lr"] = now["lr"]
         before = [parameter.detach().clone() for parameter in tables.parameters()]
+        batch.weights.requires_grad_(mode == "sum")
         backward(tables, batch, mode=mode)
         gradients = differentiate(expected, batch, mode)
+        if mode == "sum":
+            assert_near(batch.weights.grad, gradients.pop().double())
         cases = zip(tables.parameters(), expected.parameters(), gradients, masks(tables, batch), states, before, strict=True)
         for parameter, exact, gradient, is_used, state, value in cases:
             if not any(parameter is other for other in updated):
@@ -269,17 +260,6 @@ def test_every_parameter_has_its_own_settings() -> None:
     backward(tables, batch)
     for k, (parameter, exact, gradient) in enumerate(zip(tables.parameters(), expected.parameters(), gradients, strict=True)):
         assert_near(parameter.detach(), exact.detach() - 0.01 * (k + 1) * gradient)
-
-
-def test_weights_have_their_gradients() -> None:
-    tables = make_tables(3)
-    (batch,) = make_batches(tables, 1)
-    batch.weights.requires_grad_()
-    out = look_up(tables, batch)
-    (expected,) = torch.autograd.grad(out, batch.weights, batch.gradient)
-    apply(ADAGRAD, tables.parameters(), {"lr": 0.1})
-    backward(tables, batch)
-    assert torch.equal(batch.weights.grad, expected)
 
 
 def test_states_from_a_checkpoint_without_strides_are_accepted() -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
+from in_backward import _apply_optimizer_in_backward
 from torch import Tensor, nn
 from torch.optim import Adam
 
 from comera_rec import RankConfig, RankScheduler, TTEmbeddingBag
 from comera_rec.rank import count_tt_params, rank_param_groups
-
-with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
-    from torch.distributed.optim import _apply_optimizer_in_backward
 
 ROWS, DIM, RANK = 400, 16, 24
 
@@ -69,12 +66,6 @@ def test_a_step_says_whether_it_truncated() -> None:
         truncated.append(regression.scheduler.step())
     assert [step for step, was in enumerate(truncated, 1) if was] == [3, 4, 6, 8]  # every third, and at the ends of both stages
     assert [entry["step"] for entry in regression.scheduler.history] == [0, 3, 4, 6, 8]
-
-
-def test_a_loss_of_one_number_in_a_vector() -> None:
-    regression = Regression(RankConfig(early_steps=30))
-    loss = regression.scheduler.loss(regression.task_loss().view(1))
-    assert loss.shape == ()
 
 
 def test_early_then_done_without_a_target() -> None:
@@ -235,33 +226,6 @@ def test_a_saved_state_does_not_change_with_the_run() -> None:
     assert state["mean_loss"] == frozen["mean_loss"]
 
 
-def test_cores_may_be_updated_in_backward() -> None:
-    config = RankConfig(early_steps=20, late_steps=40, target_size=0.25, objective="budget", truncate_every=5)
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=RANK, std=0.3)})
-    table = model["table"]
-    wanted = TTEmbeddingBag(ROWS, DIM, tt_ranks=4, std=0.3).dense_matrix().detach()
-    _apply_optimizer_in_backward(torch.optim.Adagrad, table.cores(), {"lr": 0.05})
-    optimizer = Adam(rank_param_groups(model, lr_cores=0.01, lr_ranks=0.01, lr_dense=0.01))
-    assert [group["name"] for group in optimizer.param_groups] == ["ranks"]
-    scheduler, full, losses = RankScheduler(model, optimizer, config), count_tt_params(model), []
-    for _ in range(100):
-        before = [core.detach().clone() for core in table.cores()]
-        loss = (table(torch.arange(ROWS)[:, None]) - wanted).square().mean()
-        optimizer.zero_grad()
-        scheduler.loss(loss).backward()
-        optimizer.step()
-        assert not any(torch.equal(core, old) for core, old in zip(table.cores(), before, strict=True))
-        scheduler.step()
-        losses.append(loss.item())
-    assert scheduler.stage == "done"
-    assert 0.25 * full - full / RANK < count_tt_params(model) <= 0.25 * full
-    assert losses[-1] < 0.5 * losses[60] < losses[0]
-    for core in table.cores():
-        (in_backward,) = core._in_backward_optimizers
-        assert in_backward.state[core]["sum"].shape == core.shape
-
-
 LATE = {"late_steps": 5, "target_size": 0.5}
 
 
@@ -331,9 +295,11 @@ def test_an_optimizer_without_the_cores_is_refused() -> None:
             RankScheduler(model, Adam(parameters), RankConfig(early_steps=2))
 
 
-def test_a_loss_for_each_sample_is_refused() -> None:
+def test_a_loss_is_one_number() -> None:
+    scheduler = Regression(RankConfig(early_steps=2)).scheduler
+    assert scheduler.loss(torch.ones(1)).shape == ()
     with pytest.raises(ValueError, match=r"task_loss has shape \(3,\): give the mean over the batch, a scalar"):
-        Regression(RankConfig(early_steps=2)).scheduler.loss(torch.ones(3))
+        scheduler.loss(torch.ones(3))
 
 
 def test_a_model_without_tt_modules_is_refused() -> None:
@@ -350,6 +316,10 @@ def test_a_model_without_tt_modules_is_refused() -> None:
         ({"target_size": 0.0, "late_steps": 5}, "target_size is 0.0: give a positive number"),
         ({"target_size": 0.5}, "target_size is 0.5 and late_steps is 0: a late stage needs both"),
         ({"late_steps": 5}, "no target is given and late_steps is 5: a late stage needs both"),
+        ({"objective": "budgets", **LATE}, "objective is 'budgets': choose 'achievement' or 'budget'"),
+        ({"score": "size", **LATE}, "score is 'size': choose one of 'taylor', 'norm', 'magnitude'"),
+        ({"score": "taylor", "objective": "achievement", **LATE}, "score is 'taylor', which reads gradients that"),
+        ({"target_bytes": 4, **LATE}, "target_size 0.5 and target_bytes 4 are given: give one target"),
         ({"target_loss": math.nan}, "target_loss is nan: give a finite number"),
         *[({name: -1.0}, f"{name} is -1.0: give a non-negative number") for name in ("gamma", "beta", "w_loss", "w_size", "rho")],
     ],

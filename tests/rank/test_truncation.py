@@ -162,24 +162,6 @@ def test_gradients_are_sliced_too() -> None:
     assert torch.equal(model.table.core_1.grad, full[[1, 2, 4]][..., [0, 1, 3]])  # type: ignore[arg-type]
 
 
-def test_the_last_loss_may_still_be_alive() -> None:
-    """As in every training loop, the graph with the old shapes exists until the variable is reassigned."""
-    model = Small()
-    optimizer = Adam(model.parameters(), lr=0.01)
-    for step in range(4):
-        loss = model(IDS).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step == 1:
-            silence(model, DOOMED)
-            truncate_ranks_(model, optimizer, threshold=0.01)
-        if step == 2:
-            model.load_state_dict(Small().state_dict())
-            optimizer = Adam(model.parameters(), lr=0.01)
-    assert loss.isfinite()
-
-
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_whole_layers_may_vanish_and_training_continues(optimizer_name: str) -> None:
     model = Small()

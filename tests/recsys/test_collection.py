@@ -273,29 +273,15 @@ def test_table_configs_name_table_and_mistake(arguments: dict, message: str) -> 
         table("a", ["f"], **arguments)
 
 
-def test_a_plan_made_ahead_is_found_by_its_batch(random_jagged: MakeJagged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_made_ahead_serves_only_its_ids_and_tables(random_jagged: MakeJagged) -> None:
     tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"], tt_ranks=3)]
     collection = TTEmbeddingBagCollection(tables)
     other = TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4), table("b", ["g"], rows=211, tt_ranks=3)])
     features = random_jagged(limits(tables), 5)
-    expected = collection(features).values()
-    collection.plan_ahead(features)
-    made = []
-    original = TTEmbeddingBagCollection._plan_group
-    monkeypatch.setattr(TTEmbeddingBagCollection, "_plan_group", lambda self, *args: made.append(self) or original(self, *args))
-    assert torch.equal(collection(features).values(), expected)
-    assert made == []
-    other(features)  # the plan is not for this collection
-    collection(random_jagged(limits(tables), 5, seed=1))
-    assert made == [other, collection]
-
-
-def test_a_plan_made_ahead_is_not_used_for_other_ids(random_jagged: MakeJagged) -> None:
-    tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"], tt_ranks=3)]
-    collection = TTEmbeddingBagCollection(tables)
-    values = torch.tensor([1, 2, 3, 4])
-    features = KeyedJaggedTensor(keys=["f", "g"], values=values, lengths=torch.tensor([2, 2]))
-    collection.plan_ahead(features)
-    values.copy_(torch.tensor([5, 6, 7, 8]))
-    again = KeyedJaggedTensor(keys=["f", "g"], values=values, lengths=torch.tensor([2, 2]))
+    for each in (collection, other):
+        expected = each(features).values()
+        collection.plan_ahead(features)
+        assert torch.equal(each(features).values(), expected)
+    features.values().copy_(features.values().flip(0).clamp(max=100))
+    again = KeyedJaggedTensor(keys=features.keys(), values=features.values().clone(), lengths=features.lengths())
     assert torch.equal(collection(features).values(), collection(again).values())

@@ -33,7 +33,7 @@ def tables() -> list[EmbeddingBagConfig]:
 
 def build(**arguments: object) -> DLRM:
     defaults = {"dense_in_features": 5, "dense_arch_layer_sizes": [128, 128, 16], "over_arch_layer_sizes": [256, 128, 1]}
-    return build_dlrm(tables(), **{**defaults, **arguments})  # type: ignore[arg-type]
+    return build_dlrm(**{"tables": tables(), **defaults, **arguments})  # type: ignore[arg-type]
 
 
 def test_large_layers_are_tt_layers_and_small_ones_dense(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
@@ -51,31 +51,9 @@ def test_large_layers_are_tt_layers_and_small_ones_dense(random_jagged: Callable
     assert not any(isinstance(m, TTLinear) for m in build(linears=LinearCompression(min_features=1000)).modules())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dense_in_features": -1}, "dense_in_features is -1: give how many there are, or 0"),
-        ({"cross_layers": -1}, "cross_layers is -1: give a number of layers, or 0"),
-        ({"dense_arch_layer_sizes": []}, "dense_arch_layer_sizes is empty: give at least one layer size"),
-        ({"over_arch_layer_sizes": [64, -1]}, r"over_arch_layer_sizes\[1\] is -1: give a positive integer"),
-        ({"dense_arch_layer_sizes": [64, 8]}, r"tables have dimensions \[16\] and dense_arch_layer_sizes ends with 8"),
-    ],
-)
-def test_mistakes_are_named(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(**arguments)
-
-
-def test_no_tables_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="tables is empty"):
-        build_dlrm([], dense_in_features=5, dense_arch_layer_sizes=[16], over_arch_layer_sizes=[1])
-    with pytest.raises(ValueError, match="tables is empty"):
-        build_deepfm([], dense_in_features=5, hidden_layer_size=16, deep_fm_dimension=8)
-
-
 def deepfm(**arguments: object) -> nn.Module:
     sizes = {"dense_in_features": 5, "hidden_layer_size": 32, "deep_fm_dimension": 256}
-    return build_deepfm(tables(), **{**sizes, **arguments})  # type: ignore[arg-type]
+    return build_deepfm(**{"tables": tables(), **sizes, **arguments})  # type: ignore[arg-type]
 
 
 ARCHITECTURES = {
@@ -110,15 +88,22 @@ def test_every_architecture_learns_and_is_exported(name: str, dense: int, random
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("make", "arguments", "message"),
     [
-        ({"dense_in_features": -1}, "dense_in_features is -1: give how many there are, or 0"),
-        ({"hidden_layer_size": 0}, "hidden_layer_size is 0: give a positive integer"),
+        (build, {"dense_in_features": -1}, "dense_in_features is -1: give how many there are, or 0"),
+        (build, {"cross_layers": -1}, "cross_layers is -1: give a number of layers, or 0"),
+        (build, {"dense_arch_layer_sizes": []}, "dense_arch_layer_sizes is empty: give at least one layer size"),
+        (build, {"over_arch_layer_sizes": [64, -1]}, r"over_arch_layer_sizes\[1\] is -1: give a positive integer"),
+        (build, {"dense_arch_layer_sizes": [64, 8]}, r"tables have dimensions \[16\] and dense_arch_layer_sizes ends with 8"),
+        (build, {"tables": []}, "tables is empty"),
+        (deepfm, {"dense_in_features": -1}, "dense_in_features is -1: give how many there are, or 0"),
+        (deepfm, {"hidden_layer_size": 0}, "hidden_layer_size is 0: give a positive integer"),
+        (deepfm, {"tables": []}, "tables is empty"),
     ],
 )
-def test_mistakes_of_deepfm_are_named(arguments: dict, message: str) -> None:
+def test_mistakes_are_named(make: Callable[..., nn.Module], arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        deepfm(**arguments)
+        make(**arguments)
 
 
 def test_a_cross_network_is_materialized_and_initialized_as_torchrec_does() -> None:

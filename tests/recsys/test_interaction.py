@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -56,16 +58,10 @@ def test_strides_of_a_single_row_or_column_do_not_matter(rows: Tensor) -> None:
     torch.testing.assert_close(module(dense, rows), module(dense.double(), rows.double()).float())
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_results_do_not_depend_on_threads(threads: int) -> None:
+def test_results_do_not_depend_on_threads(on_threads: Callable) -> None:
     dense, rows = inputs(300, 9, 24, torch.float32)
-    expected = interact(dense, rows, torch.triu_indices(10, 10, offset=1))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert torch.equal(interact(dense, rows, torch.triu_indices(10, 10, offset=1)), expected)
-    finally:
-        torch.set_num_threads(before)
+    one, three = (on_threads(count, lambda: interact(dense, rows, torch.triu_indices(10, 10, offset=1))) for count in (1, 3))
+    assert torch.equal(one, three)
 
 
 def test_features_may_be_one_tensor() -> None:

@@ -24,7 +24,6 @@ MODES = ("sum", "mean", "max")
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
 
 __all__ = [
-    "IMPLEMENTATIONS",
     "MODES",
     "HotBlock",
     "Slots",

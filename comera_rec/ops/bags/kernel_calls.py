@@ -69,7 +69,7 @@ class KernelCalls:
         self.ranks = [core.shape[3] for core in self._sides[0]]
         self.num_bags, self.num_ids = offsets.shape[0] - 1, self._pairs.shape[1]
         self._bag_counts = {"num_bags": self.num_bags, "features": features}
-        self._pooling = {"mode": mode, "weighted": weights is not None}
+        self._pooling: dict[str, Any] = {"mode": mode, "weighted": weights is not None}
         aligned = all(
             _address(core) % 16 == 0 and core.shape[0] * core.shape[2] * core.shape[3] * core.element_size() % 16 == 0
             for core in cores
@@ -85,24 +85,24 @@ class KernelCalls:
     def _diagonal_starts(self) -> list[int]:
         return _starts(self._diagonals) if self._diagonals else [0] * len(self.ranks)
 
-    @property
-    def _operands(self) -> dict[str, Tensor]:
-        """Return the tensors that kernels need to form rows."""
-        diagonal = self._diagonals[0] if self._diagonals else self.first
-        left, right = self._sides[0][0], self._sides[1][0]
-        return {"a_ptr": left, "b_ptr": right, "d_ptr": diagonal, "tables_ptr": self._tables, "pairs_ptr": self._pairs}
-
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return bags and the target of each id [L], a row of the bags as a matrix [B * F, N]."""
         features, num_cols = self._bag_counts["features"], self.sizes.num_cols
         out = self.first.new_empty(self.num_bags // features, features * num_cols)
         targets = torch.empty(self.num_ids, dtype=torch.int32, device=out.device)
         if out.numel():
-            self._kernels.pool_launch(self.sizes, **self._bag_counts, **self._pooling)(
-                **self._operands, offsets_ptr=self._offsets, weights_ptr=self.first if self._weights is None else self._weights,
-                out_ptr=out, targets_ptr=targets,
-            )  # fmt: skip
+            self._pool(out, targets, self._offsets, self._weights, self._pooling["mode"], features)
         return out, targets
+
+    def _pool(self, out: Tensor, targets: Tensor, offsets: Tensor, weights: Tensor | None, mode: str, features: int) -> None:
+        """Fill bags and targets."""
+        diagonal = self._diagonals[0] if self._diagonals else self.first
+        self._kernels.pool_launch(
+            self.sizes, num_bags=len(offsets) - 1, features=features, mode=mode, weighted=weights is not None
+        )(
+            a_ptr=self._sides[0][0], b_ptr=self._sides[1][0], d_ptr=diagonal, tables_ptr=self._tables, pairs_ptr=self._pairs,
+            offsets_ptr=offsets, weights_ptr=self.first if weights is None else weights, out_ptr=out, targets_ptr=targets,
+        )  # fmt: skip
 
     def sum_slices(self, grad: Tensor, targets: Tensor) -> Sums:
         """Return sums over the ids of each slice."""
@@ -139,7 +139,7 @@ class KernelCalls:
         num_products = self.sizes.counts[1] if diagonals else 0
         operands = {
             "tables_ptr": on_device(list(columns), self.first.device),
-            "d_ptr": self._operands["d_ptr"],
+            "d_ptr": self._diagonals[0] if self._diagonals else self.first,
             "products_ptr": torch.empty(num_products, self.sizes.rank, dtype=torch.float32, device=self.first.device),
             "seed_ptr": self._seed(cores, diagonals),
         }
@@ -163,11 +163,13 @@ class KernelCalls:
         return torch.randint(1 << 60, (1,), device=self.first.device)
 
     def gradients_of_weights(self, grad: Tensor, targets: Tensor) -> Tensor:
-        """Return the gradients of the weights, [L]."""
-        out = grad.new_empty(self.num_ids)
-        launch = self._kernels.weights_launch(self.sizes, num_bags=self.num_bags)
-        launch(grad_ptr=grad, **self._operands, targets_ptr=targets, offsets_ptr=self._offsets, out_ptr=out)
-        return out
+        """Return the gradients of the weights, [L]: of each id its row times its bag's gradient; 0 for ids in no bag."""
+        numbers = torch.arange(self.num_ids + 1, device=grad.device)
+        rows = grad.new_empty(self.num_ids, self.sizes.num_cols, dtype=torch.float32)
+        self._pool(rows, torch.empty_like(targets), numbers, None, "sum", 1)
+        is_pooled = numbers[:-1] < self._offsets[-1]
+        of_bags = grad.reshape(-1, self.sizes.num_cols).index_select(0, torch.where(is_pooled, targets, 0))
+        return torch.where(is_pooled, (rows * of_bags).sum(1), 0.0).to(grad.dtype)
 
 
 def _starts(tensors: Sequence[Tensor]) -> list[int]:

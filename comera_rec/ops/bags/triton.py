@@ -16,7 +16,6 @@ those of the first table. Every sum has a fixed order, so that results do not ch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -340,48 +339,21 @@ def _sum_slices(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_bags"])
-def _weight_gradients(
-    grad_ptr, a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, targets_ptr, offsets_ptr, out_ptr, num_ids, num_bags,
-    N1: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
-    LANES: tl.constexpr, TILE_1: tl.constexpr, TILE_2: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
-):  # fmt: skip
-    """out[l] = the gradient of id l's bag times its row; 0 for ids in no bag."""
-    TILES: tl.constexpr = min(DOWN * ACROSS, LANES)
-    WHOLE_1: tl.constexpr = N1 == DOWN * TILE_1
-    WHOLE_2: tl.constexpr = N2 == ACROSS * TILE_2
-    lane = tl.arange(0, LANES)
-    id_ = tl.program_id(0) * (LANES // TILES) + lane // TILES
-    pooled = (id_ < num_ids) & (id_ < tl.load(offsets_ptr + num_bags))
-    target = tl.load(targets_ptr + id_, mask=pooled, other=0)
-    products = tl.zeros([LANES], dtype=tl.float32)
-    for first in range(0, DOWN * ACROSS, TILES):
-        tile = first + lane % TILES
-        i = ((tile // ACROSS) * TILE_1)[None, :] + tl.arange(0, TILE_1)[:, None]
-        j = ((tile % ACROSS) * TILE_2)[None, :] + tl.arange(0, TILE_2)[:, None]
-        row = _add_rows(
-            tl.zeros([TILE_1, TILE_2, LANES], dtype=tl.float32), a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, pooled,
-            tl.full([LANES], 1.0, dtype=tl.float32), num_ids, i, j, N1, N2, SCALED, ALIGNED, WHOLE_1, WHOLE_2,
-        )  # fmt: skip
-        column = i[:, None, :] * N2 + j[None, :, :]
-        inside = pooled[None, None, :] & (i < N1)[:, None, :] & (j < N2)[None, :, :] & (column < N)
-        grad = tl.load(grad_ptr + (target.to(tl.int64) * N)[None, None, :] + column, mask=inside, other=0.0).to(tl.float32)
-        products += tl.sum(tl.sum(tl.where(inside, grad * row, 0.0), 1), 0)
-    out = tl.program_id(0) * (LANES // TILES) + tl.arange(0, LANES // TILES)
-    tl.store(out_ptr + out, tl.sum(tl.reshape(products, [LANES // TILES, TILES]), 1), mask=out < num_ids)
-
-
 def pool_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weighted: bool) -> Launch:
     """Return the launch of `_pool`."""
-    tiles, tiled = _row_tiles(sizes)
-    at_once = min(tiles, LANES)
+    (tile_1, down), (tile_2, across) = _tiles(sizes.n1), _tiles(sizes.n2)
+    at_once = min(down * across, LANES)
     return Launch(
         kernel=_pool,
-        grid=(triton.cdiv(num_bags, LANES // at_once), tiles // at_once),
+        grid=(triton.cdiv(num_bags, LANES // at_once), down * across // at_once),
         numbers={"num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features},
-        constants={**tiled, "MODE": mode, "WEIGHTED": weighted},
+        constants={
+            "N1": sizes.n1, "N2": sizes.n2, "N": sizes.num_cols, "SCALED": sizes.scaled, "ALIGNED": sizes.aligned,
+            "MODE": mode, "WEIGHTED": weighted,
+            "LANES": LANES, "TILE_1": tile_1, "TILE_2": tile_2, "DOWN": down, "ACROSS": across,
+        },
         num_warps=1,
-    )
+    )  # fmt: skip
 
 
 def slices_launch(sizes: Sizes, *, num_bags: int, features: int, num_owners: int, mode: str, weighted: bool) -> Launch:
@@ -401,27 +373,6 @@ def slices_launch(sizes: Sizes, *, num_bags: int, features: int, num_owners: int
         },
         num_warps=1,
     )  # fmt: skip
-
-
-def weights_launch(sizes: Sizes, *, num_bags: int) -> Launch:
-    """Return the launch of `_weight_gradients`."""
-    tiles, tiled = _row_tiles(sizes)
-    return Launch(
-        kernel=_weight_gradients,
-        grid=(triton.cdiv(sizes.num_ids, LANES // min(tiles, LANES)),),
-        numbers={"num_ids": sizes.num_ids, "num_bags": num_bags},
-        constants=tiled,
-        num_warps=1,
-    )
-
-
-def _row_tiles(sizes: Sizes) -> tuple[int, dict[str, Any]]:
-    """Return the number of a row's tiles, and the constants of kernels that form rows."""
-    (tile_1, down), (tile_2, across) = _tiles(sizes.n1), _tiles(sizes.n2)
-    return down * across, {
-        "N1": sizes.n1, "N2": sizes.n2, "N": sizes.num_cols, "SCALED": sizes.scaled, "ALIGNED": sizes.aligned,
-        "LANES": LANES, "TILE_1": tile_1, "TILE_2": tile_2, "DOWN": down, "ACROSS": across,
-    }  # fmt: skip
 
 
 def _tiles(size: int) -> tuple[int, int]:

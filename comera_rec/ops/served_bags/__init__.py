@@ -7,7 +7,7 @@ from torch import Tensor
 
 from comera_rec.ops.native import ops
 from comera_rec.ops.served_bags.served_table import ServedTable, Slab
-from comera_rec.ops.served_bags.storage import DTYPES, Packed, least_type, pack, quantize, row_bytes, unpack
+from comera_rec.ops.served_bags.storage import DTYPES, Packed, least_type, pack, quantize
 
 
 def served_bags(packed: Packed, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
@@ -33,4 +33,4 @@ def _(storage: Tensor, layout: Tensor, slabs: Tensor, lead: Tensor, values: Tens
     return lead.new_empty(lead.shape[0], 1 + layout.shape[0], lead.shape[1])
 
 
-__all__ = ["DTYPES", "Packed", "ServedTable", "Slab", "least_type", "pack", "quantize", "row_bytes", "served_bags", "unpack"]
+__all__ = ["DTYPES", "Packed", "ServedTable", "Slab", "least_type", "pack", "quantize", "served_bags"]

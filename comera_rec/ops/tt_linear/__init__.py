@@ -26,7 +26,7 @@ def tt_linear(
     """Return y = x W + b with W = G_1 diag(D_1) G_2 ... G_d, in the given order; CoMERA, section 4.2 (arXiv 2405.14377).
 
     It uses plain matrix products, which autograd, autocast, torch.compile and torch.export support. Autograd follows the same
-    contraction backwards, which is as cheap as any order (`LinearWork`), and keeps x, the formed parts and the rows between
+    contraction backwards, which is as cheap as any order (`tt/contraction.py`), and keeps x, the formed parts and the rows between
     parts: with L and R, only the output has size B x O.
 
     Args:

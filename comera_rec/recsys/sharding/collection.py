@@ -34,9 +34,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.streamable import Multistreamable
 
 from comera_rec.ops import check_ids
-from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
+from comera_rec.recsys.collection import TTEmbeddingBagCollection, in_order, require_keys
 from comera_rec.recsys.sharding.fused_optimizer import FusedTTOptimizer, is_fused, new_optimizers
-from comera_rec.recsys.sharding.parts import SHARDING_TYPES, DataParallel, Part, Placement, RowShard, RowWise, TableWise
+from comera_rec.recsys.sharding.parts import SHARDING_TYPES, Part, Placement, RowShard, RowWise, data_parallel, table_wise
 from data_pipeline.errors import UserError
 
 _KERNELS = {  # the one of `TTShardingPlanner`, and those that TorchRec's generators of plans enter by default
@@ -97,7 +97,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         super().__init__()
         group = env.process_group
         assert group is not None, "sharding needs a process group"
-        self._keys, self._lengths = module.output_keys(), module.output_lengths()
+        self._keys = module.output_keys()
         self._tables = module.embedding_bag_configs()
         tables = module.tt_configs()
         bags = {config.name: module.tt_bag(config.name) for config in tables}
@@ -122,9 +122,9 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             if not bag.core_0.is_meta:
                 bag.to(device)
         if replicated:
-            self._parts.append(DataParallel(replicated, bags, placement))
+            self._parts.append(data_parallel(replicated, bags, placement))
         if whole:
-            self._parts.append(TableWise(whole, bags, placement, [owner[config.name] for config in whole]))
+            self._parts.append(table_wise(whole, bags, placement, [owner[config.name] for config in whole]))
         if divided:
             self._parts.append(RowWise(divided, bags, placement))
         for part in self._parts:
@@ -213,13 +213,10 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         ):
             found |= zip(keys, part.by_feature(bags if divisor is None else bags / divisor, context), strict=True)
         if isinstance(dense, KeyedTensor):
-            keys = [self._dense_keys[name] for name in dense.keys()]  # noqa: SIM118  of a KeyedTensor
-            found |= zip(keys, dense.values().split(dense.length_per_key(), dim=1), strict=True)
+            found |= {self._dense_keys[name]: bags for name, bags in dense.to_dict().items()}
         elif dense is not None:
             found |= {self._dense_keys[name]: rows.values() for name, rows in dense.items()}
-        dim = 1 if self._is_pooled else 0
-        lengths = [found[key].shape[dim] for key in self._keys]
-        return KeyedTensor(self._keys, lengths, torch.cat([found[key] for key in self._keys], dim=dim), key_dim=dim)
+        return in_order(self._keys, found, 1 if self._is_pooled else 0)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Names of the parameters that data parallelism must not touch."""

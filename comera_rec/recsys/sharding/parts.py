@@ -142,7 +142,9 @@ class Part(nn.Module):
 
     def sharded_parameters(self) -> set[nn.Parameter]:
         """Parameters that data parallelism must not touch: only this process holds them, or they are updated in backward."""
-        return {parameter for bag in self.bags.values() for parameter in bag.parameters() if is_fused(parameter)}
+        divided = {bag.core_0 for bag in self.bags.values() if isinstance(bag, RowShard)}
+        parameters = {parameter for bag in self.bags.values() for parameter in bag.parameters()}
+        return {each for each in parameters if self._replicated_over is None or each in divided or is_fused(each)}
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Return the divisors [B, sum of N_f] of the bags that come back; None if they need no division."""
@@ -153,51 +155,41 @@ class Part(nn.Module):
         return features
 
 
-class DataParallel(Part):
-    """Every process has a replica of each table and looks up the ids of its samples: gradients are sent, bags aren't."""
-
-    def __init__(self, configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], placement: Placement) -> None:
-        replicas = {config.name: bags[config.name] for config in configs}
-        output_dist = DpPooledEmbeddingDist() if placement.is_pooled else DpSequenceEmbeddingDist()
-        super().__init__(configs, replicas, placement, DpSparseFeaturesDist(), output_dist, replicated_over=placement.group)
+def data_parallel(configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], placement: Placement) -> Part:
+    """Give every process a replica of each table, which looks up the ids of its samples: gradients are sent, bags aren't."""
+    replicas = {config.name: bags[config.name] for config in configs}
+    output_dist = DpPooledEmbeddingDist() if placement.is_pooled else DpSequenceEmbeddingDist()
+    return Part(configs, replicas, placement, DpSparseFeaturesDist(), output_dist, replicated_over=placement.group)
 
 
-class TableWise(Part):
-    """Each table is on one process, which looks up the ids of all processes' samples.
+def table_wise(
+    configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], placement: Placement, owners: Sequence[int]
+) -> Part:
+    """Give each table to one process, which looks up the ids of all processes' samples.
 
     Args:
         configs: the tables, in the order of their owners.
+        bags, placement: as for `Part`.
         owners: process rank of each table's owner.
     """
-
-    def __init__(
-        self,
-        configs: Sequence[TTEmbeddingBagConfig],
-        bags: Mapping[str, TTEmbeddingBag],
-        placement: Placement,
-        owners: Sequence[int],
-    ) -> None:
-        group, device = placement.group, placement.device
-        by_process = [
-            [config for config, owner in zip(configs, owners, strict=True) if owner == process_rank]
-            for process_rank in range(group.size())
-        ]
-        dims = [[config.embedding_dim for config in placed for _ in config.feature_names] for placed in by_process]
-        features = [len(dim) for dim in dims]
-        local = by_process[group.rank()]
-        super().__init__(
-            configs,
-            {config.name: bags[config.name] for config in local},
-            placement,
-            TwSparseFeaturesDist(group, features),
-            TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device, qcomm_codecs_registry=placement.codecs)
-            if placement.is_pooled
-            else TwSequenceEmbeddingDist(group, features, device, placement.codecs),
-            local=local,
-        )
-
-    def sharded_parameters(self) -> set[nn.Parameter]:
-        return {parameter for bag in self.bags.values() for parameter in bag.parameters()}
+    group, device = placement.group, placement.device
+    by_process = [
+        [config for config, owner in zip(configs, owners, strict=True) if owner == process_rank]
+        for process_rank in range(group.size())
+    ]
+    dims = [[config.embedding_dim for config in placed for _ in config.feature_names] for placed in by_process]
+    features = [len(dim) for dim in dims]
+    local = by_process[group.rank()]
+    return Part(
+        configs,
+        {config.name: bags[config.name] for config in local},
+        placement,
+        TwSparseFeaturesDist(group, features),
+        TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device, qcomm_codecs_registry=placement.codecs)
+        if placement.is_pooled
+        else TwSequenceEmbeddingDist(group, features, device, placement.codecs),
+        local=local,
+    )
 
 
 class RowWise(Part):
@@ -244,9 +236,6 @@ class RowWise(Part):
             replicated_over=group,
             divided=True,
         )
-
-    def sharded_parameters(self) -> set[nn.Parameter]:
-        return super().sharded_parameters() | {bag.core_0 for bag in self.bags.values()}
 
     def in_rows(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         orders = [self.bags[config.name].row_order for config in self.tables]
