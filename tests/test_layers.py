@@ -22,7 +22,7 @@ LAYERS = [
     "testing",
 ]  # fmt: skip
 READS_MANIFEST = {"data_pipeline", "data", "training", "serving", "cli", "train"}
-ANYWHERE = {"data_pipeline.errors", "data_pipeline.similarity"}  # know nothing of data sets
+ANYWHERE = {"data_pipeline.atomic", "data_pipeline.errors", "data_pipeline.similarity"}  # know nothing of data sets
 BELOW_TORCHREC = {"distributed", "tt", "ops", "nn", "rank"}
 # Optional packages, which a function may import: accelerators, clusters and other engines.
 OPTIONAL = {"triton", "distributed", "onnxruntime", "onnxscript"}

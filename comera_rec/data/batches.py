@@ -200,7 +200,9 @@ class ParquetBatches(IterableDataset[Batch]):
 
         position = end(first - 1) if first else 0
         chunks = self._chunks(epoch, share, position)
-        chunk = next(chunks) if first < count else None  # resumed at the epoch's end
+        if first == count:  # resumed at the epoch's end
+            return
+        chunk = next(chunks)
         for batch in range(first, count):
             parts, missing, position = [], end(batch) - position, end(batch)
             while missing:
