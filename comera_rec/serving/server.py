@@ -60,9 +60,6 @@ class ServeOptions:
         max_rows: largest number of rows in a request.
         max_body: largest number of bytes in a request.
         reload_seconds: seconds between checks of the file.
-
-    Raises:
-        ValueError: for values out of range.
     """
 
     model: Path
@@ -75,20 +72,6 @@ class ServeOptions:
     max_rows: int = 4096
     max_body: int = 8 << 20
     reload_seconds: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name, minimum in {
-            "threads": 1,
-            "max_batch": 1,
-            "max_queue": 1,
-            "max_rows": 1,
-            "max_body": 1,
-            "reload_seconds": 0.01,
-        }.items():
-            if not getattr(self, name) >= minimum:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {minimum}")
-        if not 0 <= self.port < 1 << 16:
-            raise UserError(f"--port is {self.port}; it must be 0 to 65535")
 
 
 class Server:

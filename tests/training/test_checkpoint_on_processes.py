@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from comera_rec.testing import run as run_processes
-from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
+from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
+from tests.training.run_folders import save_checkpoint
 
 pytestmark = pytest.mark.distributed
 
