@@ -86,13 +86,12 @@ class ParquetBatches(IterableDataset[Batch]):
         readers: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("shuffle_rows", shuffle_rows), ("world_size", world_size)):
-            if value < 1:
-                raise UserError(f"{name} must be at least 1, got {value}")
+        given = {"batch_size": (batch_size, 1), "shuffle_rows": (shuffle_rows, 1), "world_size": (world_size, 1), "seed": (seed, 0)}
+        for name, (value, least) in given.items():
+            if value < least:
+                raise UserError(f"{name} must be at least {least}, got {value}")
         if epochs is not None and epochs < 1:
             raise UserError(f"epochs must be at least 1, or None for endless, got {epochs}")
-        if seed < 0:
-            raise UserError(f"seed must be at least 0, got {seed}")
         if not 0 <= process_rank < world_size:
             raise UserError(f"process_rank must be in 0..{world_size - 1} (world_size {world_size}), got {process_rank}")
         readers = world_size if readers is None else readers

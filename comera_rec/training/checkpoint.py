@@ -8,7 +8,6 @@ Any number of processes can load a checkpoint, whatever number saved it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import json
@@ -19,7 +18,6 @@ import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -126,14 +124,6 @@ class CheckpointWriter:
             raise OSError(
                 f"cannot write checkpoint {path} ({_reason(error)}); free some space or choose another output folder"
             ) from error
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Wait for the write; raise its error unless the block has raised another."""
-        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
-            self.wait()
 
     @property
     def failed(self) -> bool:

@@ -191,7 +191,7 @@ class Trainer:
         if WORLD.any(self._unfinished() or not path.exists()):
             WORLD.on_first(self._open_log)
             try:
-                with self.signals, self.writer:
+                with self.signals:
                     self._run()
                     self.writer.wait()
                     result = self._result()

@@ -72,6 +72,10 @@ def test_train_evaluate_report_export(
         (["train", "--config", "{config}", "data.batchsize=3"], "unknown key data.batchsize; did you mean data.batch_size?"),
         (["train", "--config", "{config}", "data.path={tmp}/nowhere"], "is not a preprocessed data set"),
         (["train", "--config", "{config}", "output=/dev/null/run"], "/dev/null/run"),
+        (["train", "--config", "{config}", "output={config}"], "run.toml, which is a file: give a folder"),
+        (["train", "--config", "{config}", "training.accumulation=3"], "can't share equally in 3 parts each: give a multiple of 3"),
+        (["train", "--config", "{config}", "training.task_weights=[1, 2, 3]"], "3 numbers and {data} the labels label: give one"),
+        (["train", "--config", "{config}", "tables.start=vectors"], "preprocess with --order similarity"),
         (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint"),
         (["evaluate", "--checkpoint", "{tmp}", "--data", "{data}", "--split", "exam"], "split 'exam' is not in"),
         (
@@ -92,7 +96,7 @@ def test_mistakes_are_one_line_and_status_two(
     filled = [a.format(tmp=tmp_path, config=config_file, data=data_set) for a in arguments]
     assert call(*filled) == 2
     captured = capsys.readouterr()
-    assert message in captured.err
+    assert message.format(data=data_set) in captured.err
     assert captured.err.startswith("comera: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""

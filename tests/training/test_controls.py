@@ -80,11 +80,6 @@ def test_parts_add_up_to_the_step_of_the_whole_batch(config_file: Path, tmp_path
         assert losses(unpriced.folder) != pytest.approx(losses(whole.folder), rel=1e-4)
 
 
-def test_a_batch_that_cannot_be_divided(config_file: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.batch_size is 128, which 1 processes .* in 3 parts each: give a multiple of 3"):
-        Trainer(load_config(config_file, ["training.accumulation=3"]))
-
-
 @pytest.mark.parametrize("kind", ["cores", "dense"])
 def test_weights_decay_by_their_kind(config_file: Path, tmp_path: Path, kind: str) -> None:
     settings = ["optimizer.name=adagrad", "training.steps=6"]

@@ -21,7 +21,7 @@ from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.runs import load_run
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Trainer
-from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, lines, losses, tensors
+from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, lines, losses, tensors, weights
 
 pytestmark = pytest.mark.distributed
 
@@ -35,37 +35,48 @@ def train(rank: int, config_file: Path, *runs: list[str]) -> list[dict[str, Any]
     return [Trainer(load_config(config_file, overrides)).train() for overrides in runs]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [HOT_ROWS, DENSE, ["tables.format=off"]],
-    ids=["hot rows", "dense", "off"],
-)
-def test_a_resumed_run_equals_an_unbroken_one_and_one_process_loads_it(
-    config_file: Path, tmp_path: Path, overrides: list[str]
+def train_on(processes: int, *arguments: Any) -> list[dict[str, Any]]:
+    """Train runs on a number of processes, which all have the same results."""
+    first, *others = run_processes(processes, train, *arguments) if processes > 1 else [train(0, *arguments)]
+    assert all(other == first for other in others)
+    return first
+
+
+FORMATS = {"hot rows": HOT_ROWS, "adagrad": ["optimizer.name=adagrad"], "dense": DENSE, "off": ["tables.format=off"]}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_holds(
+    config_file: Path, tmp_path: Path, name: str, processes: int
 ) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
-    in_two = [*overrides, f"output={part}"]
-    first, second = run_processes(2, train, config_file, [*overrides, f"output={whole}"], [*in_two, "training.steps=6"], in_two)
-    assert first == second
-    result, resumed = first[0], first[2]
-    assert result["processes"] == 2
-    for kind in ("train", "ranks", "eval"):
-        assert lines(part, kind)[-2:] == lines(whole, kind)[-2:], kind
-    assert [resumed[name] for name in ("auc", "ne", "params", "bytes")] == [
-        result[name] for name in ("auc", "ne", "params", "bytes")
-    ]
+    once, in_two = ([*FORMATS[name], f"output={folder}"] for folder in (whole, part))
+    result, _, resumed, again = train_on(processes, config_file, once, [*in_two, "training.steps=6"], in_two, once)
+    assert result == again, "a finished run is left alone"
+    assert (result["processes"], len(lines(whole, "eval"))) == (processes, 2)
+    for kind in ("train", "ranks"):
+        assert lines(part, kind) == lines(whole, kind), kind
+    assert lines(part, "eval")[-2:] == lines(whole, "eval")
+    same = ("auc", "ne", "logloss", "params", "bytes")
+    assert [resumed[key] for key in same] == [result[key] for key in same]
     assert_close(tensors(part), tensors(whole))
-    assert any(name.startswith("optimizer/") for name in tensors(whole))
+    assert any(key.startswith("optimizer/") for key in tensors(whole))
+    assert any((whole / "tensorboard").iterdir())
 
+    state = weights(whole)
+    for layer in result["layers"]:
+        of_layer = [tensor for key, tensor in state.items() if key.rpartition(".")[0] == layer["name"]]
+        assert layer["params"] == sum(tensor.numel() for tensor in of_layer), layer["name"]
+        assert layer["bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in of_layer), layer["name"]
     model, config, _ = load_run(whole)
-    assert sum(parameter.numel() for parameter in model.parameters()) == result["params"]
-    again = evaluate(model, Trainer(config)._batches("test", shuffle=False), torch.device("cpu"))
-    assert again["rows"] == result["rows"]
-    assert again["auc"] == pytest.approx(result["auc"], abs=1e-6)
-    assert again["ne"] == pytest.approx(result["ne"], rel=1e-5)
-    if overrides == HOT_ROWS:
+    assert result["params"] == sum(parameter.numel() for parameter in model.parameters())
+    evaluated = evaluate(model, Trainer(config)._batches("test", shuffle=False), torch.device("cpu"))
+    assert evaluated["rows"] == result["rows"]
+    assert (evaluated["auc"], evaluated["ne"]) == pytest.approx((result["auc"], result["ne"]), rel=1e-5)
+    if name == "hot rows":
         history = lines(whole, "ranks")
-        assert history[-1]["stage"] == "done"
+        assert [history[0]["stage"], history[-1]["stage"]] == ["early", "done"]
         assert 0.97 * history[-1]["target_params"] <= history[-1]["params"] <= history[-1]["target_params"] + 1
 
 
@@ -129,7 +140,7 @@ def test_controls_on_two_processes_equal_those_on_one(config_file: Path, tmp_pat
     on_one = train(0, config_file, *runs("one"))
     for overrides in runs("two"):
         Trainer(load_config(config_file, overrides)).save()  # dense tables that TorchRec builds would start with other values
-    on_two, _ = run_processes(2, train, config_file, *runs("two"))
+    on_two = train_on(2, config_file, *runs("two"))
     for name, one, two in zip(CONTROLS, on_one, on_two, strict=True):
         folders = [tmp_path / name / processes for processes in ("one", "two")]
         assert losses(folders[1]) == pytest.approx(losses(folders[0]), rel=1e-5), name

@@ -113,11 +113,6 @@ def test_scores_have_a_column_for_each_label(folder: Path, tmp_path: Path, capsy
     np.testing.assert_allclose(actual, expected.numpy(), atol=1e-5)
 
 
-def test_a_weight_for_each_label_or_none(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"task_weights has 3 numbers and .* the labels click, buy: give one for each"):
-        trainer(folder, tmp_path / "run", "training.task_weights=[1, 2, 3]")
-
-
 @settings(deadline=None, max_examples=12)
 @given(st.lists(st.tuples(st.integers(-16, 16), st.integers(0, 1), st.integers(0, 3)), min_size=1, max_size=30))
 def test_a_row_of_weight_n_counts_as_n_rows(rows: list[tuple[int, int, int]]) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,14 @@ import torch
 from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.metrics import BinaryMetrics
+from comera_rec.training.model import Schema
+from comera_rec.training.runs import require_fit
 from comera_rec.training.stopping import Interrupted, StopSignals
 from comera_rec.training.trainer import Diverged, Trainer
+from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.schema import read_schema
 from data_pipeline.synth import SynthOptions, synth
-from tests.training.run_folders import DENSE, assert_close, assert_same_run, lines, weights
-
-RANKS = ["ranks.early_steps=4", "ranks.late_steps=4", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.threshold=0.9"]
-FORMATS = {
-    "hot rows that shrink": ["tables.hot_rows=0.5", *RANKS],
-    "adagrad": ["optimizer.name=adagrad"],
-    "dense": DENSE,
-    "off": ["tables.format=off"],
-}
+from tests.training.run_folders import assert_same_run, lines, weights
 
 
 def run(config_file: Path, *overrides: str) -> tuple[Path, dict[str, Any]]:
@@ -53,40 +48,11 @@ def terminate(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("overrides", FORMATS.values(), ids=FORMATS)
-def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_holds(
-    config_file: Path, tmp_path: Path, overrides: list[str]
-) -> None:
-    whole, result = run(config_file, *overrides, f"output={tmp_path / 'whole'}")
-    part, _ = run(config_file, *overrides, f"output={tmp_path / 'part'}", "training.steps=6")
-    _, resumed = run(config_file, *overrides, f"output={part}")
-    assert lines(part, "train") == lines(whole, "train")
-    assert lines(part, "ranks") == lines(whole, "ranks")
-    for name in ("auc", "ne", "logloss", "params", "bytes"):
-        assert resumed[name] == result[name], name
-    assert any((whole / "tensorboard").iterdir())
-    state = weights(whole)
-    assert_close(weights(part), state)
-    before = (whole / "metrics.jsonl").read_text()
-    assert run(config_file, *overrides, f"output={whole}")[1] == result, "a finished run is left alone"
-    assert (whole / "metrics.jsonl").read_text() == before
-
-    for layer in result["layers"]:
-        of_layer = [tensor for name, tensor in state.items() if name.rpartition(".")[0] == layer["name"]]
-        assert layer["params"] == sum(tensor.numel() for tensor in of_layer), layer["name"]
-        assert layer["bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in of_layer), layer["name"]
-    assert result["params"] == sum(tensor.numel() for tensor in state.values())
-
-
-def test_a_model_without_inputs_and_a_file_as_output_are_refused(config_file: Path, tmp_path: Path) -> None:
-    log, data = tmp_path / "log.csv", tmp_path / "no numbers"
-    log.write_text("label,color\n" + "1,red\n0,blue\n" * 200)
-    (tmp_path / "schema.toml").write_text('separator = ","\nheader = true\n[columns]\nlabel = "label"\ncolor = "category"\n')
-    preprocess(PreprocessOptions(inputs=(log,), output=data, schema=read_schema(tmp_path / "schema.toml")))
-    with pytest.raises(ValueError, match=r"run.toml, which is a file: give a folder"):
-        run(config_file, f"output={config_file}")
-    with pytest.raises(ValueError, match="no numbers has no numbers, so nothing is left to learn from: use tt or dense"):
-        run(config_file, "tables.format=off", f"data.path={data}")
+def test_a_model_without_inputs_is_refused(config_file: Path, data_set: Path) -> None:
+    manifest = read_manifest(data_set)
+    schema = replace(Schema.from_manifest(manifest), dense=())
+    with pytest.raises(ValueError, match="has no numbers, so nothing is left to learn from: use tt or dense"):
+        require_fit(load_config(config_file, ["tables.format=off"]), schema, manifest)
 
 
 def test_a_run_that_misses_its_target_size_says_why(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
