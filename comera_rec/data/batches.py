@@ -250,7 +250,8 @@ class ParquetBatches(IterableDataset[Batch]):
         except (OSError, pa.ArrowInvalid) as error:
             raise UserError(f"{span.path}, row group {span.row_group}, cannot be read ({error}); {REMEDY}") from error
         rows = table.combine_chunks().to_batches()[0]
-        for name, cells in zip(self._columns, rows.columns, strict=True):
+        for name in self._columns:
+            cells = rows.column(name)
             numbers = cells.flatten() if name in self._list_names else cells
             if cells.null_count or numbers.null_count:
                 raise UserError(f"{span.path}: column {name} has an empty cell in row group {span.row_group}; {REMEDY}")
