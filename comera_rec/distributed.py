@@ -55,17 +55,14 @@ class Processes:
 
     def on_first(self, act: Callable[[], Value]) -> Value:
         """Call `act` on process 0 only; every process returns its result, or raises its error."""
-        if not self.several:
-            return act()
         outcomes = [_outcome(act) if self.is_first else (None, None)]
-        dist.broadcast_object_list(outcomes, group=self.group, group_src=0)
+        if self.several:
+            dist.broadcast_object_list(outcomes, group=self.group, group_src=0)
         value: Value = _value(*outcomes[0])
         return value
 
     def on_each(self, act: Callable[[], Value]) -> list[Value]:
         """Call `act` on every process; all return the results by process rank, or raise the first error in that order."""
-        if not self.several:
-            return [act()]
         return [_value(*outcome) for outcome in self.gather(_outcome(act))]
 
     def gather(self, value: Value) -> list[Value]:
@@ -103,7 +100,7 @@ class Processes:
 
     def mean(self, values: Tensor) -> Tensor:
         """Average every process's values, entry by entry, without gradient."""
-        return self.sum(values) / self.size if self.several else values.detach().clone()
+        return self.sum(values) / self.size
 
     def max(self, value: float) -> float:
         """Return the largest of the processes' values."""

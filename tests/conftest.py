@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,28 @@ try:
 except ImportError:  # kernels are also tested without TorchRec, see benchmarks/gpu
     KeyedJaggedTensor = None  # type: ignore[assignment, misc]
 
+RUN = """
+output = "{output}"
+seed = 3
+[data]
+path = "{data}"
+batch_size = 128
+shuffle_rows = 512
+[model]
+embedding_dim = 8
+dense_arch = [32]
+over_arch = [32]
+[tables]
+tt_ranks = 4
+min_rows = 100
+[linears]
+tt_ranks = 4
+min_features = 32
+[training]
+steps = 12
+log_every = 3
+checkpoint_every = 6
+"""
 TOGETHER = "tests/serving/"  # tests that share models that take long to compile
 if "PYTEST_XDIST_WORKER" in os.environ:  # commands that tests start share cores with other workers
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -103,3 +126,15 @@ def _random_jagged(
 def random_jagged() -> Callable[..., KeyedJaggedTensor]:
     """`random_jagged({feature: limit}, batch, weighted=..., longest=..., seed=...)` -> KeyedJaggedTensor."""
     return _random_jagged
+
+
+@pytest.fixture(scope="session")
+def data_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of 4,000 synthetic rows, with its log beside it."""
+    from data_pipeline.preprocess import PreprocessOptions, preprocess  # kernels are also tested without what these need
+    from data_pipeline.synth import SynthOptions, synth
+
+    folder = tmp_path_factory.mktemp("data_set")
+    synth(SynthOptions(rows=4000, output=folder / "train.txt", seed=1, scale=0.001))
+    preprocess(PreprocessOptions(inputs=(folder / "train.txt",), output=folder / "data"))
+    return folder / "data"

@@ -6,17 +6,17 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
 
-from comera_rec.cli.errors import with_options
-from comera_rec.cli.types import BYTES, TIME
+from comera_rec.cli.errors import tell
 from data_pipeline.errors import UserError
 from data_pipeline.inspection import find_id, find_text, to_text
 from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, read_manifest
-from data_pipeline.options import PreprocessOptions, format_bytes
+from data_pipeline.options import PreprocessOptions, format_bytes, parse_bytes
 from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import preprocess as write_data_set
 from data_pipeline.schema import read_schema
@@ -30,6 +30,36 @@ from data_pipeline.verify import verify as verify_data_set
 
 _PATH = click.Path(path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class Parsed(click.ParamType):
+    """Text that a function parses; its ValueError is a mistake of the user."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self.parse = name, parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self.parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _seconds(text: str) -> float:
+    """Convert an ISO 8601 date or time, in UTC unless it has a zone, to seconds since 1970; numbers stay as they are."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise UserError(f"{text!r} is not a time; write it like 2026-01-31 or 2026-01-31T12:00") from None
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+BYTES = Parsed("SIZE", parse_bytes)
+TIME = Parsed("TIME", _seconds)
 
 
 @click.command()
@@ -161,7 +191,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
         **_min_counts(chosen.pop("min_counts")),
         **chosen,
     )
-    manifest = write_data_set(options, tell=lambda line: click.echo(with_options(line), err=True))
+    manifest = write_data_set(options, tell=tell)
     click.echo(_summary(manifest, options.output, time.perf_counter() - start))
 
 
@@ -198,7 +228,7 @@ def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schem
     start = time.perf_counter()
     inputs = _inputs(first_inputs, more_inputs)
     options = TransformOptions(inputs=inputs, schema=read_schema(schema) if schema else None, **chosen)
-    manifest = transform_logs(options, tell=lambda line: click.echo(with_options(line), err=True))
+    manifest = transform_logs(options, tell=tell)
     click.echo(_summary(manifest, options.output, time.perf_counter() - start))
     if strange := _columns_of_new_values(manifest, read_manifest(options.data)):
         click.echo(

@@ -43,6 +43,11 @@ def run_command(command: click.Command, program: str, arguments: list[str] | Non
     sys.exit(status)
 
 
+def tell(message: str) -> None:
+    """Print a message, with options in place of settings, on standard error."""
+    click.echo(with_options(message), err=True)
+
+
 def with_options(message: str) -> str:
     """Write the settings that a message names as options of the command line."""
     return _SETTING.sub(lambda match: "--" + match[1].replace("part_bytes", "part-size").replace("_", "-"), message)

@@ -16,12 +16,11 @@ from comera_rec.ops.served_bags import DTYPES
 from comera_rec.serving.export import SUFFIXES
 from comera_rec.serving.forms import FORMS
 from comera_rec.serving.runs import export_run
-from comera_rec.training.compress import compress_run
 from comera_rec.training.evaluation import evaluate as evaluate_model
+from comera_rec.training.from_runs import compress_run
 from comera_rec.training.model import Schema
-from comera_rec.training.runs import load_run
+from comera_rec.training.runs import load_run, require_data
 from data_pipeline.errors import UserError
-from data_pipeline.manifest import read_manifest
 
 
 @click.command()
@@ -39,11 +38,7 @@ def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> No
     """
     batches = ParquetBatches(data, split, batch_size=batch_size)
     model, _, schema = load_run(run, last=last)
-    if differing := schema.differences(Schema.from_manifest(read_manifest(data))):
-        raise UserError(
-            f"{run} was trained with other columns or vocabularies than {data} has "
-            f"(they differ in {', '.join(differing)}): give the data set it was trained on"
-        )
+    require_data(run, schema, data, Schema.from_manifest(batches.manifest))
     click.echo(json.dumps(evaluate_model(model, batches, torch.device("cpu"))))
 
 

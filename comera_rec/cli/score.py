@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
-from comera_rec.cli.errors import with_options
+from comera_rec.cli.errors import tell
 from comera_rec.serving.score import ScoreOptions
 from comera_rec.serving.score import score as write_scores
 from data_pipeline.sources import source
@@ -24,9 +25,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--max-bad-rows", default=0, show_default=True, help="Most malformed lines to drop before the run stops.")
 @click.option("--workers", type=int, metavar="N", help="Processes; default one per core.")
 @click.option("--overwrite", is_flag=True, help="Replace a finished file.")
-def score(
-    model: Path, target: str, output: Path, data: Path | None, split: str, max_bad_rows: int, workers: int | None, overwrite: bool
-) -> None:
+def score(target: str, output: Path, **chosen: Any) -> None:
     """Write the probability of a click for every line of a log, or every row of a data set's split, in order.
 
     The file has columns line (from 1) or row (from 0), score, and label where there are labels. An interrupted run resumes when
@@ -36,11 +35,8 @@ def score(
     Example:
       comera score --model model.pt2 --input today.gz --output scores.parquet
     """
-    options = ScoreOptions(
-        model=model, inputs=(source(target),), output=output, data=data, split=split, max_bad_rows=max_bad_rows,
-        workers=workers, overwrite=overwrite,
-    )  # fmt: skip
+    options = ScoreOptions(inputs=(source(target),), output=output, **chosen)
     start = time.perf_counter()
-    written = write_scores(options, tell=lambda line: click.echo(with_options(line), err=True))
+    written = write_scores(options, tell=tell)
     seconds = time.perf_counter() - start
     click.echo(f"wrote {output}: {written.rows:,} scores in {seconds:.1f} s ({written.rows_per_second:,.0f} rows/s once loaded)")

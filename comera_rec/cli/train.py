@@ -11,9 +11,9 @@ import torch.distributed as dist
 from comera_rec.distributed import WORLD, launcher_number, leave
 from comera_rec.report import write_report
 from comera_rec.training.config import RunConfig, load_config
+from comera_rec.training.from_runs import start_after
 from comera_rec.training.model import Schema, with_reachable_compression
 from comera_rec.training.stopping import Interrupted
-from comera_rec.training.successor import start_after
 from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest
 

@@ -31,7 +31,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -41,7 +40,6 @@ from torchrec import KeyedJaggedTensor
 
 from comera_rec.data.batch import Batch
 from comera_rec.data.row_groups import RowRange, row_groups
-from comera_rec.data.rows import Lists, Rows, concatenate
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import REMEDY, read_manifest
 from data_pipeline.storage import open_ranges
@@ -88,13 +86,12 @@ class ParquetBatches(IterableDataset[Batch]):
         readers: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("shuffle_rows", shuffle_rows), ("world_size", world_size)):
-            if value < 1:
-                raise UserError(f"{name} must be at least 1, got {value}")
+        given = {"batch_size": (batch_size, 1), "shuffle_rows": (shuffle_rows, 1), "world_size": (world_size, 1), "seed": (seed, 0)}
+        for name, (value, least) in given.items():
+            if value < least:
+                raise UserError(f"{name} must be at least {least}, got {value}")
         if epochs is not None and epochs < 1:
             raise UserError(f"epochs must be at least 1, or None for endless, got {epochs}")
-        if seed < 0:
-            raise UserError(f"seed must be at least 0, got {seed}")
         if not 0 <= process_rank < world_size:
             raise UserError(f"process_rank must be in 0..{world_size - 1} (world_size {world_size}), got {process_rank}")
         readers = world_size if readers is None else readers
@@ -113,6 +110,7 @@ class ParquetBatches(IterableDataset[Batch]):
         self._single_names = [column.name for column in columns if not column.is_list]
         self._list_names = [column.name for column in columns if column.is_list]
         self._num_embeddings = {column.name: column.num_embeddings for column in columns}
+        self._columns = [*self._label_names, *self._weight_names, *self._dense_names, *self._num_embeddings]
         self._row_groups = row_groups(self.manifest, data, split)
         self.rows = sum(span.stop for span in self._row_groups)
         self.batches_per_epoch()  # there must be at least one
@@ -178,7 +176,7 @@ class ParquetBatches(IterableDataset[Batch]):
         names = ("shuffle", "shuffle_rows", "seed", "readers", "drop_last", "rows")
         return {"batch_size": self.batch_size * self.world_size} | {name: int(getattr(self, name)) for name in names}
 
-    def _epoch(self, epoch: int, first: int) -> Iterator[Rows]:
+    def _epoch(self, epoch: int, first: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows of batches first, first + 1, ... of this process in an epoch."""
         worker = get_worker_info()
         workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
@@ -188,9 +186,9 @@ class ParquetBatches(IterableDataset[Batch]):
         shares = [(self.rows * reader // readers, self.rows * (reader + 1) // readers) for reader in local_readers]
         count = self.batches_per_epoch(workers)
         for parts in zip(*(self._parts(epoch, share, first, count) for share in shares), strict=True):
-            yield concatenate(list(parts))
+            yield _concatenated(parts)
 
-    def _parts(self, epoch: int, share: tuple[int, int], first: int, count: int) -> Iterator[Rows]:
+    def _parts(self, epoch: int, share: tuple[int, int], first: int, count: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows that a reader gives to batches first, first + 1, ... of `count`."""
         size = self._rows_of_a_reader()
 
@@ -207,13 +205,13 @@ class ParquetBatches(IterableDataset[Batch]):
         for batch in range(first, count):
             parts, missing, position = [], end(batch) - position, end(batch)
             while missing:
-                chunk = chunk if chunk.size else next(chunks)
+                chunk = chunk if len(chunk) else next(chunks)
                 parts.append(chunk.slice(0, missing))
-                chunk = chunk.slice(missing, chunk.size)
-                missing -= parts[-1].size
-            yield concatenate(parts)
+                chunk = chunk.slice(missing)
+                missing -= len(parts[-1])
+            yield _concatenated(parts)
 
-    def _chunks(self, epoch: int, share: tuple[int, int], skip: int) -> Iterator[Rows]:
+    def _chunks(self, epoch: int, share: tuple[int, int], skip: int) -> Iterator[pa.RecordBatch]:
         """Yield a reader's share of an epoch's rows from its row `skip` on, buffer by buffer, permuted within each."""
         order = np.arange(len(self._row_groups))
         if self.shuffle:
@@ -222,11 +220,11 @@ class ParquetBatches(IterableDataset[Batch]):
             size = sum(span.stop - span.start for span in buffer)
             if start - share[0] + size <= skip:
                 continue
-            rows = concatenate([self._read(span) for span in buffer])
+            rows = _concatenated([self._read(span) for span in buffer])
             if self.shuffle:
                 # The buffer's first row, counted over all readers, distinguishes it from every other buffer of the epoch.
                 rows = rows.take(np.random.default_rng((self.seed, epoch, start)).permutation(size))
-            yield rows.slice(max(0, skip - (start - share[0])), size)
+            yield rows.slice(max(0, skip - (start - share[0])))
 
     def _buffers(self, order: np.ndarray, share: tuple[int, int]) -> Iterator[tuple[int, list[RowRange]]]:
         """Yield each buffer's first row number and row ranges; all but the last have at least shuffle_rows / readers rows."""
@@ -243,71 +241,67 @@ class ParquetBatches(IterableDataset[Batch]):
                 yield begin, buffer
                 begin, buffer, buffered = begin + buffered, [], 0
 
-    def _read(self, span: RowRange) -> Rows:
+    def _read(self, span: RowRange) -> pa.RecordBatch:
         try:
             is_local = isinstance(span.path, Path)
             with pq.ParquetFile(open_ranges(span.path), memory_map=is_local, pre_buffer=not is_local) as file:
-                columns = [*self._label_names, *self._weight_names, *self._dense_names, *self._single_names, *self._list_names]
                 # Decoding runs outside Python's lock, so a training thread beside this one is not delayed.
-                table = file.read_row_group(span.row_group, columns=columns).slice(span.start, span.stop - span.start)
+                table = file.read_row_group(span.row_group, columns=self._columns).slice(span.start, span.stop - span.start)
         except (OSError, pa.ArrowInvalid) as error:
             raise UserError(f"{span.path}, row group {span.row_group}, cannot be read ({error}); {REMEDY}") from error
-        for name in columns:
-            column = table.column(name)
-            if column.null_count or (name in self._list_names and any(chunk.flatten().null_count for chunk in column.chunks)):
+        rows = table.combine_chunks().to_batches()[0]
+        for name in self._columns:
+            cells = rows.column(name)
+            numbers = cells.flatten() if name in self._list_names else cells
+            if cells.null_count or numbers.null_count:
                 raise UserError(f"{span.path}: column {name} has an empty cell in row group {span.row_group}; {REMEDY}")
-        dense, labels, weights = (
-            _stacked(table, names, np.float32) for names in (self._dense_names, self._label_names, self._weight_names)
-        )
-        ids = _stacked(table, self._single_names, np.int32)
-        if not np.isin(labels, (0, 1)).all():
-            raise UserError(f"{span.path}: labels in row group {span.row_group} are not all 0 or 1; {REMEDY}")
-        if not (np.isfinite(weights) & (weights >= 0)).all():
-            raise UserError(f"{span.path}: weights in row group {span.row_group} are not all finite and at least 0; {REMEDY}")
-        lists = []
-        for name in self._list_names:
-            column = table.column(name).combine_chunks()
-            lists.append(Lists(column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)))
-        flat_lists = (column.flat for column in lists)
-        for name, column_ids in [*zip(self._single_names, ids, strict=True), *zip(self._list_names, flat_lists, strict=True)]:
-            limit = self._num_embeddings[name]
-            if column_ids.size and not 0 <= column_ids.min() <= column_ids.max() < limit:
-                wrong = column_ids[~((column_ids >= 0) & (column_ids < limit))][0]
+            numbers = numbers.to_numpy()
+            if name in self._label_names and not np.isin(numbers, (0, 1)).all():
+                raise UserError(f"{span.path}: labels in row group {span.row_group} are not all 0 or 1; {REMEDY}")
+            if name in self._weight_names and not (np.isfinite(numbers) & (numbers >= 0)).all():
+                raise UserError(f"{span.path}: weights in row group {span.row_group} are not all finite and at least 0; {REMEDY}")
+            limit = self._num_embeddings.get(name)
+            if limit and len(numbers) and not 0 <= numbers.min() <= numbers.max() < limit:
+                wrong = numbers[(numbers < 0) | (numbers >= limit)][0]
                 raise UserError(f"{span.path}: table {name}: id {wrong} is not in 0..{limit - 1}; {REMEDY}")
-        return Rows(dense, ids, labels, weights, tuple(lists))
+        return rows
 
-    def _batch(self, rows: Rows) -> Batch:
-        size, singles = rows.size, len(self._single_names)
+    def _batch(self, rows: pa.RecordBatch) -> Batch:
+        size, singles = len(rows), len(self._single_names)
         lengths, offsets = _one_per_row(singles, size)
-        values = rows.ids.astype(np.int64).ravel()
+        values = torch.from_numpy(_stacked(rows, self._single_names).T.astype(np.int64, order="C").ravel())
         length_per_key = [size] * singles
-        if rows.lists:
-            values = np.concatenate([values, *(column.flat for column in rows.lists)])
-            lengths = torch.cat([lengths, *(torch.from_numpy(column.lengths.astype(np.int64)) for column in rows.lists)])
+        if lists := [rows.column(name) for name in self._list_names]:
+            flat = [column.flatten().to_numpy() for column in lists]
+            values = torch.cat([values, torch.from_numpy(np.concatenate(flat, dtype=np.int64))])
+            lengths = torch.cat([lengths, *(torch.from_numpy(np.diff(column.offsets.to_numpy())) for column in lists)])
             offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            length_per_key += [len(column.flat) for column in rows.lists]
+            length_per_key += map(len, flat)
         sparse = KeyedJaggedTensor(
             keys=self._single_names + self._list_names,
-            values=torch.from_numpy(values),
+            values=values,
             lengths=lengths,
             offsets=offsets,
             stride=size,
             length_per_key=length_per_key,
             offset_per_key=[0, *itertools.accumulate(length_per_key)],
         )
-        # Copies, so that the buffer that the rows are a view of can be freed.
-        dense = torch.from_numpy(np.ascontiguousarray(rows.dense.T))
-        labels = rows.labels[0].copy() if len(rows.labels) == 1 else np.ascontiguousarray(rows.labels.T)
-        weights = torch.from_numpy(rows.weights[0].copy()) if len(rows.weights) else None
-        return Batch(dense=dense, sparse=sparse, labels=torch.from_numpy(labels), weights=weights)
+        dense, labels, weights = (
+            torch.from_numpy(_stacked(rows, names).astype(np.float32, order="C"))
+            for names in (self._dense_names, self._label_names, self._weight_names)
+        )
+        if len(self._label_names) == 1:
+            labels = labels.flatten()
+        return Batch(dense=dense, sparse=sparse, labels=labels, weights=weights.flatten() if self._weight_names else None)
 
 
-def _stacked(table: pa.Table, names: Sequence[str], dtype: npt.DTypeLike) -> np.ndarray:
-    """Stack columns of numbers to [columns, n]."""
-    stacked = np.empty((len(names), len(table)), dtype)
-    for row, name in zip(stacked, names, strict=True):
-        row[:] = table.column(name).to_numpy()
-    return stacked
+def _concatenated(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+
+
+def _stacked(rows: pa.RecordBatch, names: Sequence[str]) -> np.ndarray:
+    """Return columns of numbers as [n, columns]."""
+    return rows.select(names).to_tensor(row_major=False).to_numpy() if names else np.empty((len(rows), 0), np.int32)
 
 
 @functools.lru_cache(maxsize=4)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 
 from comera_rec.data.batch import Batch
 from comera_rec.data.batches import ParquetBatches
@@ -41,39 +41,25 @@ class BatchLoader:
         self._state = batches.state_dict()
 
     def __iter__(self) -> Generator[Batch]:
-        ready: queue.Queue[tuple[Batch, dict[str, int]] | BaseException | None] = queue.Queue(self.prefetch)
-        stopped = threading.Event()
+        batches = iter(self.batches)
 
-        def put(item: tuple[Batch, dict[str, int]] | BaseException | None) -> None:
-            while not stopped.is_set():
-                try:
-                    return ready.put(item, timeout=0.1)
-                except queue.Full:
-                    continue
+        def read() -> tuple[Batch, dict[str, int]] | None:
+            batch = next(batches, None)
+            if batch is None:
+                return None
+            if self.prepare is not None:
+                self.prepare(batch)
+            return batch.pin_memory() if self.pin_memory else batch, self.batches.state_dict()
 
-        def read() -> None:
-            try:
-                for batch in self.batches:
-                    if self.prepare is not None:
-                        self.prepare(batch)
-                    put((batch.pin_memory() if self.pin_memory else batch, self.batches.state_dict()))
-                    if stopped.is_set():
-                        return
-                put(None)
-            except BaseException as error:  # handed to the consumer, who raises it
-                put(error)
-
-        thread = threading.Thread(target=read, name="BatchLoader", daemon=True)
-        thread.start()
+        thread = ThreadPoolExecutor(1, "BatchLoader")
         try:
-            while (item := ready.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
+            ahead = deque(thread.submit(read) for _ in range(self.prefetch))
+            while (item := ahead.popleft().result()) is not None:
+                ahead.append(thread.submit(read))
                 batch, self._state = item
                 yield batch
         finally:
-            stopped.set()
-            thread.join()
+            thread.shutdown(cancel_futures=True)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position after the last batch yielded; batches read ahead of it will be read again."""

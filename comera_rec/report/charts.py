@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
 from comera_rec.report.runs import COLORS, Run, short_name
 
@@ -37,10 +37,7 @@ _STYLE: Any = {
     "text.parse_math": False,  # names of runs and columns may hold a $
     "xtick.color": MUTED,
     "ytick.color": MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-    "xtick.minor.size": 0,
+    **{f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")},
 }
 
 
@@ -98,7 +95,7 @@ def model_size(runs: list[Run]) -> str:
         if target := run.ranks[-1].get("target_params"):
             axes.axhline(target, color=SERIES[run.color], linewidth=1.2, linestyle=(0, (4, 3)))
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(_short))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     _steps_below(axes)
     return _svg(figure, "size")
 
@@ -123,7 +120,7 @@ def size_against_ne(points: list[tuple[int, str, float, float]]) -> str:
     axes.step(*zip(*front, strict=True), where="post", color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.set_xscale("log")
     axes.margins(x=0.15, y=0.15)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value) + "B"))
+    axes.xaxis.set_major_formatter(EngFormatter("B", sep=""))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("bytes of the model")
     return _svg(figure, "pareto")
@@ -153,9 +150,7 @@ def ranks_over_time(run: Run) -> str:
         if i == 0 or stage != stages[i - 1]:
             axes.text(steps[i], -0.75, stage, fontsize=9.5, color=MUTED, ha="left", va="bottom")
             axes.axvline(steps[i], color=MUTED, linewidth=0.8, zorder=1.5)
-    axes.set_yticks(range(len(layers)), [short_name(layer) for layer in layers])
-    axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
-    axes.set_ylim(len(layers) - 0.4, -0.7)
+    _name_rows(axes, [short_name(layer) for layer in layers])
     axes.set_xlim(steps[0], end)
     axes.grid(False)
     _steps_below(axes)
@@ -177,11 +172,9 @@ def table_bytes(run: Run) -> str:
         axes.text(1.02 * max(table["bytes"], 1), row + 0.19, text, va="center", fontsize=9, color=INK)
     axes.set_xscale("log")
     axes.set_xlim(left=max(1, min(table["bytes"] for table in tables) / 4))
-    axes.set_yticks(rows, [table["label"] for table in tables])
-    axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
-    axes.set_ylim(len(tables) - 0.4, -0.6)
+    _name_rows(axes, [table["label"] for table in tables])
     axes.grid(axis="y", visible=False)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value) + "B"))
+    axes.xaxis.set_major_formatter(EngFormatter("B", sep=""))
     axes.set_xlabel("bytes")
     return _svg(figure, f"tables-{run.color}")
 
@@ -191,27 +184,23 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
+def _name_rows(axes: Axes, names: list[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
+    axes.set_ylim(len(names) - 0.4, -0.7)
+
+
 def _steps_below(axes: Axes) -> None:
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
     """Average over a centered window of a twentieth of the points, narrower at the ends."""
-    half = len(values) // 40
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    left, right = np.maximum(np.arange(len(values)) - half, 0), np.minimum(np.arange(len(values)) + half + 1, len(values))
-    smooth: np.ndarray = (sums[right] - sums[left]) / (right - left)
+    window = np.ones(2 * (len(values) // 40) + 1)
+    smooth: np.ndarray = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
     return smooth
-
-
-def _short(value: float, _: int | None = None) -> str:
-    """Shorten a number: 12000 -> 12k, 3400000 -> 3.4M."""
-    for unit, symbol in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit:
-            return f"{value / unit:g}{symbol}"
-    return f"{value:g}"
 
 
 def _svg(figure: Figure, name: str) -> str:

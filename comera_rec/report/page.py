@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from markupsafe import Markup
 
 from comera_rec.report import charts
 from comera_rec.report.runs import BASELINE, Run, read_runs
+from data_pipeline.atomic import replacing
 from data_pipeline.errors import UserError
 
 _SUMMARY_KEYS = (
@@ -38,7 +38,9 @@ def write_summary(runs: list[Path], path: Path) -> None:
         run.folder.resolve().name: {"finished": bool(run.result)} | {key: run.value(key) for key in _SUMMARY_KEYS}
         for run in read_runs(runs)
     }
-    _write(path, json.dumps(summary, indent=2) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 def require_summary(path: Path) -> None:
@@ -171,7 +173,9 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
         tables={id(run): Markup(charts.table_bytes(run)) for run in read},
         ranks={id(run): Markup(charts.ranks_over_time(run)) for run in read if len(run.ranks) > 1},
     )
-    _write(output, page)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(output) as beside:
+        beside.write_text(page, encoding="utf-8")
 
 
 def _highlights(runs: list[Run], baseline: Run | None) -> list[tuple[str, str, str]]:
@@ -194,11 +198,3 @@ def _highlights(runs: list[Run], baseline: Run | None) -> list[tuple[str, str, s
         (ratio(*step), "time per step", f"{step[0]:,.1f} ms against {step[1]:,.1f} ms"),
         (ratio(*peak), "peak memory", f"{peak[0]:,.0f} MiB against {peak[1]:,.0f} MiB"),
     ]
-
-
-def _write(path: Path, text: str) -> None:
-    """Write beside, then rename, so that a reader never finds a partial file."""
-    temporary = path.with_name(f".{path.name}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -18,7 +18,6 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from comera_rec.serving.package import DATATYPES, FeatureInput, TensorInput
 from data_pipeline.errors import UserError
 
-Leaf = Tensor | KeyedJaggedTensor | TensorInput | FeatureInput
 _DATATYPES = {getattr(torch, torch_name): name for name, torch_name in DATATYPES.items()}
 
 
@@ -28,7 +27,7 @@ def mapped(function: Callable[[tuple[str, ...], Any], Any], value: Any, path: tu
     Raises:
         ValueError: naming an argument of another kind.
     """
-    if isinstance(value, Leaf):
+    if isinstance(value, Tensor | KeyedJaggedTensor):
         return function(path, value)
     if isinstance(value, Mapping):
         return {name: mapped(function, each, (*path, str(name))) for name, each in value.items()}
@@ -74,8 +73,8 @@ def leaves(arguments: Any) -> list[tuple[tuple[str, ...], Any]]:
     return found
 
 
-def described(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return arguments with a description in place of each tensor and KeyedJaggedTensor, and the number of rows.
+def described(arguments: Mapping[str, Any]) -> tuple[list[TensorInput | FeatureInput], int]:
+    """Describe each tensor and KeyedJaggedTensor of arguments; also return the number of rows.
 
     A tensor is named after its argument, and those of a KeyedJaggedTensor values, lengths and weights; where this isn't clear, the
     whole path comes first.
@@ -95,7 +94,7 @@ def described(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         shape = (-1, *leaf.shape[1:]) if leaf.shape[:1] == (rows,) else tuple(leaf.shape)
         return TensorInput(name=name, datatype=datatype_of(leaf), shape=shape)
 
-    return mapped(describe, arguments), rows
+    return [describe(path, leaf) for path, leaf in found], rows
 
 
 def datatype_of(tensor: Tensor) -> str:
@@ -134,14 +133,15 @@ def flattened(arguments: Any) -> list[Tensor]:
 
 
 def rebuilt(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Put tensors, as from `flattened`, into arguments that hold descriptions."""
+    """Return arguments with other tensors, as from `flattened`, in place of their own."""
     left = iter(tensors)
 
-    def take(path: tuple[str, ...], leaf: TensorInput | FeatureInput) -> Any:
-        if isinstance(leaf, TensorInput):
+    def take(path: tuple[str, ...], leaf: Tensor | KeyedJaggedTensor) -> Any:
+        if isinstance(leaf, Tensor):
             return next(left)
         values, lengths = next(left), next(left)
-        return KeyedJaggedTensor(list(leaf.keys), values, next(left) if leaf.is_weighted else None, lengths=lengths)
+        weights = None if leaf.weights_or_none() is None else next(left)
+        return KeyedJaggedTensor(leaf.keys(), values, weights, lengths=lengths)
 
     taken: dict[str, Any] = mapped(take, arguments)
     return taken

@@ -84,12 +84,10 @@ def _answer(requests: Sequence[_Waiting]) -> None:
         for request in requests:  # find the one at fault
             _answer([request])
         return
-    if len(requests) == 1:
-        requests[0].done(outputs)
-        return
     begin = 0
     for request in requests:
-        request.done([output[begin : begin + request.rows] for output in outputs])
+        alone = len(requests) == 1  # outputs may then have another number of rows
+        request.done(outputs if alone else [output[begin : begin + request.rows] for output in outputs])
         begin += request.rows
 
 
@@ -97,16 +95,15 @@ def merge(requests: Sequence[Sequence[np.ndarray]], metadata: ModelMetadata) -> 
     """Concatenate the rows of requests; the tensors of a KeyedJaggedTensor stay key by key."""
     if len(requests) == 1:
         return requests[0]
-    left, merged = zip(*requests, strict=True), list[np.ndarray]()
-    tensors = iter(left)
-    for each in metadata.inputs:
+    merged: list[np.ndarray] = []
+    for each, given in metadata.by_input(zip(*requests, strict=True)):
         if isinstance(each, TensorInput):
-            merged.append(np.concatenate(next(tensors)))
+            merged.append(np.concatenate(given[0]))
             continue
-        values, all_lengths, *weights = (next(tensors) for _ in each.names)
+        values, all_lengths, *weights = given
         lengths = [request_lengths.reshape(len(each.keys), -1) for request_lengths in all_lengths]
         keys = np.tile(np.arange(len(each.keys)), len(requests)).repeat(np.concatenate([part.sum(1) for part in lengths]))
         order = keys.argsort(kind="stable")
-        parts = [np.concatenate(values)[order], np.concatenate(lengths, axis=1).ravel()]
-        merged += [*parts, *(np.concatenate(part)[order] for part in weights)]
+        merged += [np.concatenate(values)[order], np.concatenate(lengths, axis=1).ravel()]
+        merged += [np.concatenate(part)[order] for part in weights]
     return merged

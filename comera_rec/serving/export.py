@@ -88,46 +88,39 @@ def export(
     Returns:
         The metadata of the package, with the names of inputs and outputs.
     """
-    path = Path(path)
-    require_output(path)
-    with work_folder(path) as work:
-        metadata, _ = write_package(model, sample_batch, work / path.name, package_of(path), form=form, dtype=dtype)
-        if path.suffix != ".onnx":
-            seal(work / path.name, metadata)
-        put_in_place(work / path.name, path)
-    return metadata
+    return put_in_place(
+        Path(path), lambda work, package: write_package(model, sample_batch, work, package, form=form, dtype=dtype)[0]
+    )
 
 
-def package_of(path: Path) -> ServingModel | None:
-    """Load the package that MODEL.weights is for; None for another path."""
-    return ServingModel(path.with_suffix(".pt2")) if path.suffix == ".weights" else None
+def put_in_place(path: Path, write: Callable[[Path, ServingModel | None], ModelMetadata]) -> ModelMetadata:
+    """Let a function write a package beside a path, seal it, and rename it and what lies beside it to where they belong.
 
+    Args:
+        write: called with the path to write to, and the package that MODEL.weights is for.
 
-def put_in_place(written: Path, path: Path) -> None:
-    """Rename a package, and the library beside it, to where they belong."""
-    for beside in written.parent.iterdir():  # a library, or the weights of a large ONNX file
-        if beside != written:
-            beside.replace(path.with_name(beside.name))
-    written.replace(path)
-
-
-def require_output(path: Path) -> None:
-    """Raise ValueError for a path that no package can be written to."""
+    Raises:
+        ValueError: for a path that no package can be written to.
+    """
     if path.is_dir():
         raise UserError(f"{path} is a folder: name a file, such as {path / 'model.pt2'}")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} doesn't end in {', '.join(SUFFIXES)}: name a file such as model.pt2")
     if path.suffix != ".onnx":
         require_package(path)
-
-
-@contextmanager
-def work_folder(output: Path) -> Iterator[Path]:
-    """Make a temporary folder beside an output."""
-    parent = output.absolute().parent
+    package = ServingModel(path.with_suffix(".pt2")) if path.suffix == ".weights" else None
+    parent = path.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=parent) as work:
-        yield Path(work)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=parent) as work:
+        written = Path(work, path.name)
+        metadata = write(written, package)
+        if path.suffix != ".onnx":
+            seal(written, metadata)
+        for beside in Path(work).iterdir():  # a library, or the weights of a large ONNX file
+            if beside != written:
+                beside.replace(path.with_name(beside.name))
+        written.replace(path)
+    return metadata
 
 
 def write_package(
@@ -158,14 +151,13 @@ def write_package(
     if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
         raise UserError("the model is not on the CPU: give model.cpu(), or a copy of it")
     arguments = named_arguments(model, sample_batch)
-    template, rows = described(arguments)
-    inputs = [leaf for _, leaf in leaves(template)]
+    inputs, rows = described(arguments)
     batches = {count: select_rows(arguments, rows, torch.arange(count) % rows) for count in (rows, 1, 2 * rows, 3 * rows)}
     flat_batches = {count: flattened(batch) for count, batch in batches.items()}
     with _evaluating(model):
         expected = {count: _outputs(model, batch) for count, batch in batches.items()}
         served, called = serving_copy(model, batches[rows], form, dtype)
-        flat = _FlatModel(served, template)
+        flat = _FlatModel(served, arguments)
         if dtype != "float32":  # the copy's rounded tables are what was asked for
             expected = {count: dict(zip(expected[rows], flat(*tensors), strict=True)) for count, tensors in flat_batches.items()}
         program = _captured(flat, flat_batches[2 * rows], inputs, form)
@@ -188,8 +180,7 @@ def write_package(
     run: Run
     if path.suffix == ".onnx":
         with _without_warnings():
-            names = [name for each in inputs for name in (each.names if isinstance(each, FeatureInput) else (each.name,))]
-            run = write_onnx(program, path, names, list(expected[rows]))
+            run = write_onnx(program, path, metadata.names, list(expected[rows]))
     elif package is not None:
         metadata = write_weights(path, metadata, weights, package)
         run = package.loader.run
@@ -234,12 +225,12 @@ def _outputs(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Tensor
 class _FlatModel(nn.Module):
     """A model that takes and returns plain tensors."""
 
-    def __init__(self, model: nn.Module, template: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, arguments: dict[str, Any]) -> None:
         super().__init__()
-        self.model, self.template = model, template
+        self.model, self.arguments = model, arguments
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(dict(named_outputs(self.model(**rebuilt(self.template, tensors)))).values())
+        return tuple(dict(named_outputs(self.model(**rebuilt(self.arguments, tensors)))).values())
 
 
 def _captured(
@@ -256,7 +247,7 @@ def _captured(
             shapes.append({0: batch} if each.shape[:1] == (-1,) else {})
         else:
             values = Dim(f"values{number}")
-            shapes += [{0: values}, {0: len(each.keys) * batch}, {0: values}][: len(each.names)]
+            shapes += [{0: values}, {0: len(each.keys) * batch}, {0: values}][: len(each.tensors)]
     with _without_warnings():
         try:
             program = torch.export.export(flat, tuple(tensors), dynamic_shapes={"tensors": tuple(shapes)}, strict=False)

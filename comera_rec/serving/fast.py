@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comera_rec.ops.served_bags import Packed, ServedTable, pack, served_bags
 from comera_rec.serving.portable import ServedTables, filled
@@ -14,14 +14,9 @@ from comera_rec.serving.portable import ServedTables, filled
 class FastTables(ServedTables):
     """Lookups by a single operator, which raises an error for an id out of range."""
 
-    storage: Tensor
-    layout: Tensor
-    slabs: Tensor
-
     def __init__(self, tables: Sequence[ServedTable | None], dtype: torch.dtype) -> None:
         super().__init__(tables)
-        for name, tensor in pack(filled(tables), dtype)._asdict().items():
-            self.register_buffer(name, tensor)
+        self.storage, self.layout, self.slabs = map(nn.Buffer, pack(filled(tables), dtype))
 
     def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
         if weights is not None:

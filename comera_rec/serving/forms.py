@@ -6,7 +6,7 @@ B batch size, K keys of a batch, V ids, N embedding dimension.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -141,45 +141,38 @@ def _collection(module: nn.Module, keys: list[str], tables: Tables) -> nn.Module
         source = collection.tt_bag(config.name) if is_tt else weights[config.name]
         table = served_table(source, mean=is_pooled and config.pooling == PoolingType.MEAN)
         lookups += [_Lookup(name, table, feature) for name, feature in zip(names, config.feature_names, strict=True)]
-    groups = [(tables([by_key.get(key) for key in keys]), by_key) for by_key in _groups(lookups)]
+    groups, places = _grouped(lookups)
+    parts = keys, lookups, [tables([group.get(key) for key in keys]) for group in groups], places
     if is_pooled:
-        return _BagCollection(keys, lookups, groups, is_weighted=made.is_weighted())
-    return _RowCollection(keys, lookups, groups, need_indices=made.need_indices())
+        return _BagCollection(*parts, is_weighted=made.is_weighted())
+    return _RowCollection(*parts, need_indices=made.need_indices())
 
 
-def _groups(lookups: Sequence[_Lookup]) -> list[dict[str, ServedTable]]:
-    """Divide lookups into groups of one dimension, with at most one table for each feature."""
-    groups: list[dict[str, ServedTable]] = []
+def _grouped(lookups: Sequence[_Lookup]) -> tuple[list[dict[str, ServedTable]], list[int]]:
+    """Divide lookups into groups of one dimension, with at most one table for each feature; return the groups and each one's."""
+    groups, places = list[dict[str, ServedTable]](), list[int]()
     for _, table, feature in lookups:
-        fitting = (group for group in groups if feature not in group and next(iter(group.values())).columns == table.columns)
-        group = next(fitting, None)
-        if group is None:
-            groups.append(group := {})
-        group[feature] = table
-    return groups
+        fitting = (
+            g for g, group in enumerate(groups) if feature not in group and next(iter(group.values())).columns == table.columns
+        )
+        places.append(next(fitting, len(groups)))
+        if places[-1] == len(groups):
+            groups.append({})
+        groups[places[-1]][feature] = table
+    return groups, places
 
 
 class _Served(nn.Module):
     """A collection in serving form."""
 
-    def __init__(
-        self, keys: list[str], lookups: Sequence[_Lookup], groups: Sequence[tuple[ServedTables, dict[str, ServedTable]]]
-    ) -> None:
+    def __init__(self, keys: list[str], lookups: Sequence[_Lookup], groups: Sequence[ServedTables], places: Sequence[int]) -> None:
         super().__init__()
         self.keys, self.names = keys, [lookup.name for lookup in lookups]
-        self.groups = nn.ModuleList([module for module, _ in groups])
-        # The group, and the position among its features, of each lookup.
-        self.places = [
-            next((g, keys.index(feature)) for g, (_, group) in enumerate(groups) if group.get(feature) is table)
-            for _, table, feature in lookups
-        ]
         self.widths = [lookup.table.columns for lookup in lookups]
+        self.groups: Any = nn.ModuleList(groups)
+        # The group, and the position among its features, of each lookup.
+        self.places = [(g, keys.index(lookup.feature)) for g, lookup in zip(places, lookups, strict=True)]
         self.is_ordered = self.places == [(0, k) for k in range(len(keys))]
-
-    def _groups(self) -> Iterator[ServedTables]:
-        for group in self.groups:
-            assert isinstance(group, ServedTables)
-            yield group
 
     def inputs(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         if list(features.keys()) != self.keys:
@@ -197,7 +190,7 @@ class _BagCollection(_Served):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         values, lengths = self.inputs(features)
         weights = features.weights() if self.is_weighted else None
-        bags = [group(values, lengths, weights) for group in self._groups()]  # [B, K, N]
+        bags = [group(values, lengths, weights) for group in self.groups]  # [B, K, N]
         joined = bags[0].flatten(1) if self.is_ordered else torch.cat([bags[g][:, k] for g, k in self.places], dim=1)
         return KeyedTensor(self.names, self.widths, joined)
 
@@ -213,7 +206,7 @@ class _RowCollection(_Served):
         values, lengths = self.inputs(features)
         lengths_KB = lengths.view(len(self.keys), lengths.shape[0] // len(self.keys))
         counts = lengths_KB.sum(1)
-        rows = [group.rows(values, lengths) for group in self._groups()]
+        rows = [group.rows(values, lengths) for group in self.groups]
         found = {}
         for name, (g, k) in zip(self.names, self.places, strict=True):
             index = torch.arange(values.shape[0])

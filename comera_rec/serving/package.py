@@ -17,9 +17,10 @@ import lzma
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,6 +51,10 @@ class TensorInput:
     datatype: str
     shape: tuple[int, ...]
 
+    @property
+    def tensors(self) -> tuple[TensorInput, ...]:
+        return (self,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureInput:
@@ -66,9 +71,10 @@ class FeatureInput:
     is_weighted: bool = False
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors."""
-        return tuple(self.prefix + part for part in ("values", "lengths", "weights")[: 3 if self.is_weighted else 2])
+    def tensors(self) -> tuple[TensorInput, ...]:
+        """The tensors that it consists of, of any size."""
+        parts = {"values": "INT64", "lengths": "INT64"} | ({"weights": "FP32"} if self.is_weighted else {})
+        return tuple(TensorInput(name=self.prefix + part, datatype=datatype, shape=(-1,)) for part, datatype in parts.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +132,17 @@ class ModelMetadata:
     @cached_property
     def tensors(self) -> tuple[TensorInput, ...]:
         """The tensors that the package takes; -1 in the shape of one that isn't by row stands for any size."""
-        tensors: list[TensorInput] = []
-        for each in self.inputs:
-            if isinstance(each, TensorInput):
-                tensors.append(each)
-            else:
-                types = zip(each.names, ("INT64", "INT64", "FP32"), strict=False)
-                tensors += [TensorInput(name=name, datatype=datatype, shape=(-1,)) for name, datatype in types]
-        return tuple(tensors)
+        return tuple(tensor for each in self.inputs for tensor in each.tensors)
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        return [len(each.tensors) for each in self.inputs]
+
+    def by_input(self, tensors: Iterable[Any]) -> Iterator[tuple[TensorInput | FeatureInput, list[Any]]]:
+        """Yield each input with those of the package's tensors that are its own."""
+        left = iter(tensors)
+        for each, count in zip(self.inputs, self._counts, strict=True):
+            yield each, list(islice(left, count))
 
     @property
     def names(self) -> list[str]:
@@ -352,17 +361,15 @@ class ServingModel:
         """
         if len(arrays) != len(self.metadata.tensors):
             raise UserError(f"{len(arrays)} tensors are given: give {', '.join(self.metadata.names)}")
-        left, rows = iter(arrays), set[int]()
-        for each in self.metadata.inputs:
-            if isinstance(each, TensorInput):
-                array = next(left)
-                _require_shape(each, array)
-                if each.shape[:1] == (-1,):
-                    rows.add(array.shape[0])
+        rows = set[int]()
+        for each, given in self.metadata.by_input(arrays):
+            if isinstance(each, FeatureInput):
+                _require_lengths(each, *given)
+                rows.add(given[1].size // len(each.keys))
             else:
-                values, lengths, *weights = (next(left) for _ in each.names)
-                _require_lengths(each, values, lengths, *weights)
-                rows.add(lengths.size // len(each.keys))
+                _require_shape(each, *given)
+                if each.shape[:1] == (-1,):
+                    rows.add(len(given[0]))
         if len(rows) > 1:
             raise UserError(f"inputs have {' and '.join(map(str, sorted(rows)))} rows: give the same number in each")
         return rows.pop() if rows else 0
@@ -375,21 +382,17 @@ class ServingModel:
                 zeros.append(torch.zeros([abs(size) for size in each.shape], dtype=getattr(torch, DATATYPES[each.datatype])))
             else:
                 ids, lengths = torch.zeros(2, len(each.keys), dtype=torch.long)
-                zeros += [ids, lengths + 1, torch.zeros(len(each.keys))][: len(each.names)]
+                zeros += [ids, lengths + 1, torch.zeros(len(each.keys))][: len(each.tensors)]
         return zeros
 
     def _require_numbers(self, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError for the lengths, number or id that made outputs invalid, if there is one."""
-        left = iter(tensors)
-        for each in self.metadata.inputs:
-            if isinstance(each, TensorInput):
-                tensor = next(left)
-                if not bool(tensor.isfinite().all()):
-                    where = tensor.isfinite().logical_not().nonzero()[0].tolist()
-                    raise UserError(f"{each.name} is {float(tensor[tuple(where)])} at {where}: give a number")
-            else:
-                values, lengths, *_ = (next(left) for _ in each.names)
-                _require_ids(each, values, lengths)
+        for each, given in self.metadata.by_input(tensors):
+            if isinstance(each, FeatureInput):
+                _require_ids(each, *given[:2])
+            elif not bool(given[0].isfinite().all()):
+                where = given[0].isfinite().logical_not().nonzero()[0].tolist()
+                raise UserError(f"{each.name} is {float(given[0][tuple(where)])} at {where}: give a number")
 
 
 def _require_shape(wanted: TensorInput, array: np.ndarray) -> None:
@@ -415,16 +418,10 @@ def _require_lengths(features: FeatureInput, values: np.ndarray, lengths: np.nda
 
 
 def _require_ids(features: FeatureInput, values: Tensor, lengths: Tensor) -> None:
-    names = list(features.keys)
-    counts = lengths.view(len(names), -1).sum(1)
-    limits = torch.tensor([2**63 - 1 if limit is None else limit for limit in features.keys.values()]).repeat_interleave(counts)
-    least = torch.tensor([-(2**63) if limit is None else 0 for limit in features.keys.values()]).repeat_interleave(counts)
-    invalid = ((values < least) | (values >= limits)).nonzero().flatten().tolist()
-    if invalid:
-        name = names[int(torch.searchsorted(counts.cumsum(0), invalid[0], right=True))]
-        raise UserError(
-            f"id {int(values[invalid[0]])} is out of range in column {name}: its ids run from 0 to {(features.keys[name] or 0) - 1}"
-        )
+    counts = lengths.view(len(features.keys), -1).sum(1).tolist()
+    for (name, limit), ids in zip(features.keys.items(), values.split(counts), strict=True):
+        if limit is not None and len(wrong := ids[(ids < 0) | (ids >= limit)]):
+            raise UserError(f"id {int(wrong[0])} is out of range in column {name}: its ids run from 0 to {limit - 1}")
 
 
 def _describe(array: np.ndarray) -> str:

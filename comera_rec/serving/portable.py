@@ -23,25 +23,19 @@ class ServedTables(nn.Module):
         tables: as many as features; None for a feature whose values aren't looked up, and whose bags are zero.
     """
 
-    limits: Tensor
-    means: Tensor
-    is_unused: Tensor
-    row_orders: Tensor | None
-    order_starts: Tensor
-
     def __init__(self, tables: Sequence[ServedTable | None]) -> None:
         super().__init__()
         self.features, self.columns = len(tables), next(table.columns for table in tables if table)
         self.any_mean, self.any_unused = any(table.mean for table in tables if table), None in tables
-        self.register_buffer("limits", torch.tensor([table.rows if table else 1 for table in tables]))
-        self.register_buffer("means", torch.tensor([bool(table and table.mean) for table in tables]))
-        self.register_buffer("is_unused", torch.tensor([table is None for table in tables]))
+        self.limits = nn.Buffer(torch.tensor([table.rows if table else 1 for table in tables]))
+        self.means = nn.Buffer(torch.tensor([bool(table and table.mean) for table in tables]))
+        self.is_unused = nn.Buffer(torch.tensor([table is None for table in tables]))
         orders = {t: table.row_order for t, table in enumerate(tables) if table and table.row_order is not None}
         starts, start = torch.full((len(tables),), -1), 0
         for t, order in orders.items():
             starts[t], start = start, start + len(order)
-        self.register_buffer("row_orders", torch.cat(list(orders.values())) if orders else None)
-        self.register_buffer("order_starts", starts)
+        self.row_orders = nn.Buffer(torch.cat(list(orders.values()))) if orders else None
+        self.order_starts = nn.Buffer(starts)
 
     def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
         """Pool bags: values [V] int64 and lengths [F * B] int64, feature by feature, and weights [V] -> [B, F, N].
@@ -124,14 +118,10 @@ class PortableTables(ServedTables):
 class _Rows(nn.Module):
     """Rows [n, w] in their stored type, read by number as float32."""
 
-    numbers: Tensor
-    scales: Tensor | None
-
     def __init__(self, rows: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
         numbers, scales = quantize(rows, dtype)
-        self.register_buffer("numbers", numbers)
-        self.register_buffer("scales", scales)
+        self.numbers, self.scales = nn.Buffer(numbers), None if scales is None else nn.Buffer(scales)
 
     def forward(self, index: Tensor) -> Tensor:
         """[L] -> [L, w] float32."""
@@ -142,14 +132,11 @@ class _Rows(nn.Module):
 class _Formed(nn.Module):
     """Rows formed in advance."""
 
-    counts: Tensor
-    firsts: Tensor
-
     def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
         super().__init__()
         counts = [len(table.formed) for table in tables]
-        self.register_buffer("counts", torch.tensor(counts))
-        self.register_buffer("firsts", torch.tensor([0, *counts[:-1]]).cumsum(0))
+        self.counts = nn.Buffer(torch.tensor(counts))
+        self.firsts = nn.Buffer(torch.tensor([0, *counts[:-1]]).cumsum(0))
         self.rows = _Rows(torch.cat([table.formed for table in tables]), dtype)
 
     def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
@@ -161,16 +148,11 @@ class _Formed(nn.Module):
 class _Cores(nn.Module):
     """Tables of the same column modes; smaller ranks are padded with zeros."""
 
-    is_member: Tensor
-    counts: Tensor
-    modes: Tensor
-    firsts: Tensor
-
     def __init__(self, tables: Sequence[ServedTable], members: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()
         order, self.columns = len(tables[members[0]].cores), tables[members[0]].columns
-        self.register_buffer("is_member", torch.tensor([t in members for t in range(len(tables))]))
-        self.register_buffer("counts", torch.tensor([len(table.formed) for table in tables]))
+        self.is_member = nn.Buffer(torch.tensor([t in members for t in range(len(tables))]))
+        self.counts = nn.Buffer(torch.tensor([len(table.formed) for table in tables]))
         modes, firsts = torch.ones(order, len(tables), dtype=torch.long), torch.zeros(order, len(tables), dtype=torch.long)
         self.sizes: list[tuple[int, int, int]] = []
         cores = []
@@ -182,8 +164,8 @@ class _Cores(nn.Module):
             padded = [F.pad(core, (0, 0, 0, right - core.shape[2], 0, left - core.shape[1])) for core in unpadded]
             self.sizes.append((left, right, padded[0].shape[3]))
             cores.append(_Rows(torch.cat(padded).flatten(1), dtype))
-        self.register_buffer("modes", modes)
-        self.register_buffer("firsts", firsts)
+        self.modes = nn.Buffer(modes)
+        self.firsts = nn.Buffer(firsts)
         self.cores = nn.ModuleList(cores)
 
     def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
@@ -204,19 +186,13 @@ class _Cores(nn.Module):
 class _Hot(nn.Module):
     """Slabs of similar widths, at most one for each table; narrower ones are padded with zeros."""
 
-    columns: Tensor
-    firsts: Tensor
-    beyond: Tensor
-    offsets: Tensor
-    numbers: Tensor
-
     def __init__(self, tables: Sequence[ServedTable], members: Mapping[int, tuple[int, Slab]], dtype: torch.dtype) -> None:
         super().__init__()
         slabs = [slab for _, slab in members.values()]
         width = max(slab.rows.shape[1] for slab in slabs)
         rows = [F.pad(slab.rows, (0, width - slab.rows.shape[1])) for slab in slabs]
         columns = [F.pad(slab.columns, (0, 0, 0, width - slab.columns.shape[0])) for slab in slabs]
-        self.register_buffer("columns", torch.cat(columns))
+        self.columns = nn.Buffer(torch.cat(columns))
         self.rows = _Rows(torch.cat(rows), least_type(width, dtype))
         firsts, beyond, offsets, numbers = torch.zeros(4, len(tables), dtype=torch.long)
         offset = 0
@@ -224,8 +200,7 @@ class _Hot(nn.Module):
             firsts[t], beyond[t] = max(first, len(tables[t].formed)), first + len(slab.rows)
             offsets[t], numbers[t] = offset - first, number * width
             offset += len(slab.rows)
-        for name, tensor in {"firsts": firsts, "beyond": beyond, "offsets": offsets, "numbers": numbers}.items():
-            self.register_buffer(name, tensor)
+        self.firsts, self.beyond, self.offsets, self.numbers = map(nn.Buffer, (firsts, beyond, offsets, numbers))
 
     def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
         in_source = (ids >= self.firsts[feature]) & (ids < self.beyond[feature])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -22,24 +23,17 @@ _DTYPES = {name: np.dtype(dtype).newbyteorder("<") for name, dtype in DATATYPES.
 
 def describe_model(name: str, version: str, metadata: ModelMetadata) -> dict[str, Any]:
     """Return the protocol's description of a model."""
-    parameters: dict[str, Any] = {}
-    for each in metadata.inputs:
-        if isinstance(each, FeatureInput):
-            parameters[f"{each.prefix}keys"] = each.keys
+    parameters: dict[str, Any] = {f"{e.prefix}keys": e.keys for e in metadata.inputs if isinstance(e, FeatureInput)}
     if metadata.run:
-        parameters |= {"dense": list(metadata.run.dense), "labels": list(metadata.run.labels)}
+        parameters |= {"dense": metadata.run.dense, "labels": metadata.run.labels}
     return {
         "name": name,
         "versions": [version],
         "platform": PLATFORM,
-        "inputs": [_described(tensor) for tensor in metadata.tensors],
-        "outputs": [_described(tensor) for tensor in metadata.outputs],
+        "inputs": [asdict(tensor) for tensor in metadata.tensors],
+        "outputs": [asdict(tensor) for tensor in metadata.outputs],
         "parameters": parameters,
     }
-
-
-def _described(tensor: TensorInput) -> dict[str, Any]:
-    return {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
 
 
 def json_length(header: str | None, content: int) -> int:
@@ -109,38 +103,34 @@ def _parameters(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read(tensor: Mapping[str, Any], wanted: TensorInput) -> np.ndarray:
-    name, datatype, shape = wanted.name, tensor.get("datatype"), tensor.get("shape")
-    is_index = wanted.datatype in ("INT64", "INT32")  # either will do
-    if datatype != wanted.datatype and not (is_index and datatype in ("INT64", "INT32")):
+    name, datatype, shape, numbers = wanted.name, tensor.get("datatype"), tensor.get("shape"), tensor.get("data")
+    indices = ("INT64", "INT32")  # either will do for the other
+    if datatype not in (indices if wanted.datatype in indices else (wanted.datatype,)):
         raise UserError(f"{name} has datatype {reprlib.repr(datatype)}: give {wanted.datatype}")
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 31 for size in shape):
         raise UserError(f"{name} has shape {reprlib.repr(shape)}: give a list of sizes")
-    if len(shape) != len(wanted.shape) or not all(size in (-1, given) for size, given in zip(wanted.shape, shape, strict=True)):
-        raise UserError(f"{name} has shape {reprlib.repr(shape)}: give {list(wanted.shape)}, where -1 is any size")
-    numbers = tensor.get("data")
-    if isinstance(numbers, bytes):
-        if len(numbers) % _DTYPES[datatype].itemsize:
-            raise UserError(f"{name} has {len(numbers)} bytes of binary data: give whole numbers of type {datatype}")
-        numbers = np.frombuffer(bytearray(numbers), _DTYPES[datatype])  # writable, as torch wants it
-    elif not isinstance(numbers, list):
+    if not isinstance(numbers, bytes | list):
         raise UserError(f"{name} has no data: give a list of numbers")
     try:
-        data = np.asarray(numbers)
+        is_binary = isinstance(numbers, bytes)
+        data = (
+            np.frombuffer(bytearray(numbers), _DTYPES[str(datatype)]) if is_binary else np.asarray(numbers)
+        )  # torch may write to it
     except ValueError as error:
-        raise UserError(f"{name} has lists of different lengths as data: give one list, row by row") from error
+        raise UserError(
+            f"{name} has data of unequal parts ({error}): give whole numbers of bytes, or one list, row by row"
+        ) from error
     if data.size != math.prod(shape):
-        raise UserError(f"{name} has {data.size} numbers for shape {shape}: give as many as the shape has")
+        raise UserError(f"{name} has {data.size} numbers for shape {reprlib.repr(shape)}: give as many as the shape has")
     dtype = _DTYPES[wanted.datatype]
     if data.dtype != dtype and data.size:
-        if data.dtype.kind not in ("iuf" if dtype.kind == "f" else "b" if dtype.kind == "b" else "iu"):
+        if data.dtype.kind not in {"f": "iuf", "b": "b"}.get(dtype.kind, "iu"):
             raise UserError(f"{name} has data of another kind: give {datatype} data")
         if dtype.kind in "iu" and not np.iinfo(dtype).min <= data.min() <= data.max() <= np.iinfo(dtype).max:
             raise UserError(f"{name} has data beyond the range of {wanted.datatype}: give {wanted.datatype} data")
-    if dtype.kind != "f":
-        return data.astype(dtype, copy=False).reshape(shape)
     with np.errstate(over="ignore"):
         read = data.astype(dtype, copy=False).reshape(shape)
-    if not np.isfinite(read).all():
+    if dtype.kind == "f" and not np.isfinite(read).all():
         raise UserError(f"{name} has a number that is not finite: give finite ones")
     return read
 
@@ -165,10 +155,10 @@ def write_outputs(
     body: Mapping[str, Any], name: str, version: str, metadata: ModelMetadata, outputs: Sequence[np.ndarray]
 ) -> tuple[dict[str, Any], bytes]:
     """Return the answer to an inference request, and the binary data that follows it if the request wants that."""
-    by_name = dict(zip([output.name for output in metadata.outputs], zip(metadata.outputs, outputs, strict=True), strict=True))
+    specs = {spec.name: (spec, numbers) for spec, numbers in zip(metadata.outputs, outputs, strict=True)}
     answers, binary = [], b""
     for output, is_binary in _wanted(body, metadata).items():
-        spec, numbers = by_name[output]
+        spec, numbers = specs[output]
         answer: dict[str, Any] = {"name": output, "datatype": spec.datatype, "shape": list(numbers.shape)}
         if is_binary:
             part = numbers.astype(_DTYPES[spec.datatype]).tobytes()

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from comera_rec.data import ParquetBatches
-from comera_rec.serving.export import Run, package_of, put_in_place, require_output, work_folder, write_package
-from comera_rec.serving.package import ModelMetadata, RunMetadata, ServingModel, seal
-from comera_rec.serving.vocabularies import check_vocabularies, offsets_of
+from comera_rec.serving.export import Run, put_in_place, write_package
+from comera_rec.serving.package import ModelMetadata, RunMetadata, ServingModel
+from comera_rec.serving.vocabularies import check_vocabularies, encoding_of
 from comera_rec.training.evaluation import evaluate
 from comera_rec.training.metrics import OneClass
 from comera_rec.training.model import Schema
-from comera_rec.training.runs import load_run
+from comera_rec.training.runs import load_run, require_data
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import read_manifest
 
@@ -35,11 +35,7 @@ def export_run(
     Raises:
         ValueError: for a folder without a checkpoint, a data set that is missing or isn't the run's, and as `comera_rec.export`.
     """
-    require_output(output)
-    with work_folder(output) as work:
-        metadata = _write(run, work / output.name, package_of(output), data, form, dtype, last)
-        put_in_place(work / output.name, output)
-    return metadata
+    return put_in_place(output, lambda path, package: _write(run, path, package, data, form, dtype, last))
 
 
 def _write(
@@ -48,8 +44,7 @@ def _write(
     model, config, schema = load_run(run, last=last)
     data = data or Path(config.data.path)
     manifest = read_manifest(data)
-    if schema.differences(Schema.from_manifest(manifest)):
-        raise UserError(f"{run} was trained with other columns or vocabularies than {data} has: give the data set of the run")
+    require_data(run, schema, data, Schema.from_manifest(manifest))
     if package is not None:
         try:
             check_vocabularies(package.metadata, manifest, data)
@@ -68,11 +63,8 @@ def _write(
         trained, served = (evaluate(each, batches, torch.device("cpu")) for each in (model, _Packaged(packaged, columns)))
     except OneClass:
         trained = served = {"auc": None, "ne": None}
-    vocabularies = {column.name: column.vocabulary for column in manifest.categorical_columns}
     record = RunMetadata(
-        dense=schema.dense,
-        offsets=offsets_of(manifest),
-        checksums={name: None if file is None else file.sha256 for name, file in vocabularies.items()},
+        **encoding_of(manifest),
         auc=served["auc"],
         ne=served["ne"],
         trained_auc=trained["auc"],
@@ -80,9 +72,7 @@ def _write(
         data=str(data.absolute()),
         labels=schema.labels,
     )
-    metadata = replace(metadata, run=record)
-    seal(path, metadata)
-    return metadata
+    return replace(metadata, run=record)
 
 
 class _Probabilities(nn.Module):

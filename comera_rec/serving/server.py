@@ -60,9 +60,6 @@ class ServeOptions:
         max_rows: largest number of rows in a request.
         max_body: largest number of bytes in a request.
         reload_seconds: seconds between checks of the file.
-
-    Raises:
-        ValueError: for values out of range.
     """
 
     model: Path
@@ -76,27 +73,13 @@ class ServeOptions:
     max_body: int = 8 << 20
     reload_seconds: float = 1.0
 
-    def __post_init__(self) -> None:
-        for name, minimum in {
-            "threads": 1,
-            "max_batch": 1,
-            "max_queue": 1,
-            "max_rows": 1,
-            "max_body": 1,
-            "reload_seconds": 0.01,
-        }.items():
-            if not getattr(self, name) >= minimum:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {minimum}")
-        if not 0 <= self.port < 1 << 16:
-            raise UserError(f"--port is {self.port}; it must be 0 to 65535")
-
 
 class Server:
     """The routes of the server, for one model."""
 
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
-        registry = self._registry = CollectorRegistry()
+        registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         requests = Counter("comera_requests", "Requests by route and status.", ["route", "status"], registry=registry)
         seconds = Histogram("comera_request_seconds", "Time of a request.", ["route"], buckets=_SECONDS, registry=registry)
@@ -108,16 +91,16 @@ class Server:
         )
         self.batcher = Batcher(max_rows=options.max_batch, max_queue=options.max_queue, observe=rows.observe)
         model = f"/v2/models/{self.file.name}"
-        self._routes: dict[str, tuple[str, Callable[[Request, Reply], None]]] = {
-            "/v2": ("GET", self._server),
-            "/v2/health/live": ("GET", lambda request, reply: reply({"live": True})),
-            "/v2/health/ready": ("GET", lambda request, reply: reply({"ready": True})),
-            "/metrics": ("GET", self._metrics),
-            model: ("GET", self._model),
-            f"{model}/ready": ("GET", lambda request, reply: reply({"name": self.file.name, "ready": True})),
-            f"{model}/infer": ("POST", self._infer),
-            "/score": ("POST", self._score),
+        self._gets: dict[str, Callable[[], Any]] = {
+            "/v2": lambda: {"name": "comera-rec", "version": version_of("comera-rec"), "extensions": ["binary_tensor_data"]},
+            "/v2/health/live": lambda: {"live": True},
+            "/v2/health/ready": lambda: {"ready": True},
+            "/metrics": lambda: Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST),
+            model: lambda: describe_model(self.file.name, self.file.current.number, self.file.current.metadata),
+            f"{model}/ready": lambda: {"name": self.file.name, "ready": True},
         }
+        self._posts: dict[str, Callable[[Request, Reply], None]] = {f"{model}/infer": self._infer, "/score": self._score}
+        self._routes = dict.fromkeys(self._gets, "GET") | dict.fromkeys(self._posts, "POST")
 
     def handle(self, request: Request, respond: Callable[[Response], None]) -> None:
         """Answer a request, now or once the model has run."""
@@ -130,23 +113,26 @@ class Server:
             respond(response)
 
         try:
-            self._handler(request)(request, reply)
+            self._check(request)
+            if request.method == "GET":
+                reply(self._gets[request.path]())
+            else:
+                self._posts[request.path](request, reply)
         except Exception as error:
             reply(error)
 
-    def _handler(self, request: Request) -> Callable[[Request, Reply], None]:
-        method, handler = self._routes.get(request.path, ("", None))
-        if handler is None:
+    def _check(self, request: Request) -> None:
+        """Raise _Refused for a request that no route takes."""
+        method, encoding = self._routes.get(request.path), request.headers.get("content-encoding", "identity")
+        if method is None:
             here = f"ask for {self.file.name}" if request.path.startswith("/v2/models/") else f"ask for {', '.join(self._routes)}"
             raise _Refused(404, f"{request.path} isn't served here: {here}")
         if request.method != method:
             raise _Refused(405, f"{request.path} is read by {request.method}: use {method}")
         if request.is_too_long:
             raise _Refused(413, f"the body has more than {self.options.max_body} bytes: send fewer rows at a time")
-        encoding = request.headers.get("content-encoding", "identity")
         if encoding != "identity":
             raise _Refused(415, f"the body has the content encoding {encoding!r}: send it as it is")
-        return handler
 
     def _response(self, answer: Any, route: str) -> Response:
         if isinstance(answer, Response):
@@ -163,33 +149,21 @@ class Server:
         log.error("a request to %s failed", route, exc_info=answer)
         return _error(500, "the server failed; see its log")
 
-    def _server(self, request: Request, reply: Reply) -> None:
-        reply({"name": "comera-rec", "version": version_of("comera-rec"), "extensions": ["binary_tensor_data"]})
-
-    def _model(self, request: Request, reply: Reply) -> None:
-        version = self.file.current
-        reply(describe_model(self.file.name, version.number, version.metadata))
-
-    def _metrics(self, request: Request, reply: Reply) -> None:
-        reply(Response(generate_latest(self._registry), content_type=CONTENT_TYPE_LATEST))
-
     def _infer(self, request: Request, reply: Reply) -> None:
         version = self.file.current
         length = json_length(request.headers.get(JSON_LENGTH.lower()), len(request.body))
         body = _parse(request.body[:length])
         tensors = read_inputs(body, request.body[length:], version.metadata)
 
-        def answer(outputs: Outputs) -> None:
-            if isinstance(outputs, Exception):
-                return reply(outputs)
+        def write(outputs: list[np.ndarray]) -> Response:
             content, binary = write_outputs(body, self.file.name, version.number, version.metadata, outputs)
             response = _json(content)
-            if binary:
-                headers = {JSON_LENGTH: str(len(response.body))}
-                response = Response(response.body + binary, content_type="application/octet-stream", headers=headers)
-            return reply(response)
+            if not binary:
+                return response
+            headers = {JSON_LENGTH: str(len(response.body))}
+            return Response(response.body + binary, content_type="application/octet-stream", headers=headers)
 
-        self._run(version, tensors, answer)
+        self._run(version, tensors, write, reply)
 
     def _score(self, request: Request, reply: Reply) -> None:
         body, version = _parse(request.body), self.file.current
@@ -200,15 +174,16 @@ class Server:
             raise UserError('the body is not an object with a list of rows: give {"rows": [{"I1": 3, ...}, ...]}')
         self._check_rows(len(rows))
 
-        def answer(outputs: Outputs) -> None:
-            reply(outputs if isinstance(outputs, Exception) else {"scores": outputs[0], "model_version": version.number})
+        self._run(version, version.encoder(rows), lambda outputs: {"scores": outputs[0], "model_version": version.number}, reply)
 
-        self._run(version, version.encoder(rows), answer)
-
-    def _run(self, version: Version, tensors: Sequence[np.ndarray], answer: Callable[[Outputs], None]) -> None:
+    def _run(self, version: Version, tensors: Sequence[np.ndarray], write: Callable[[list[np.ndarray]], Any], reply: Reply) -> None:
         rows = version.model.check(*tensors)
         self._check_rows(rows)
-        self.batcher.add(version.model, tensors, rows, answer)
+
+        def done(outputs: Outputs) -> None:
+            reply(outputs if isinstance(outputs, Exception) else write(outputs))
+
+        self.batcher.add(version.model, tensors, rows, done)
 
     def _check_rows(self, rows: int) -> None:
         if not rows:

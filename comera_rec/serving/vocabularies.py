@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from comera_rec.serving.package import FeatureInput, ModelMetadata, Offset, RunMetadata
 from data_pipeline.encoder import RequestEncoder
@@ -37,16 +38,17 @@ def run_of(metadata: ModelMetadata) -> RunMetadata:
     return metadata.run
 
 
-def offsets_of(manifest: Manifest) -> tuple[Offset, ...]:
-    """Return the number added to each integer column before its logarithm, or its mean and scale; None for neither."""
-    return tuple(
-        column.offset
-        if column.transform == "log"
-        else (column.mean, column.scale)
-        if column.mean is not None and column.scale is not None
-        else None
-        for column in manifest.integer_columns
-    )
+def encoding_of(manifest: Manifest) -> dict[str, Any]:
+    """Return how a data set encodes rows, as `RunMetadata` has it."""
+    offsets: list[Offset] = []
+    for column in manifest.integer_columns:
+        scaling = None if column.mean is None or column.scale is None else (column.mean, column.scale)
+        offsets.append(column.offset if column.transform == "log" else scaling)
+    return {
+        "dense": tuple(column.name for column in manifest.integer_columns),
+        "offsets": tuple(offsets),
+        "checksums": {c.name: c.vocabulary.sha256 if c.vocabulary else None for c in manifest.categorical_columns},
+    }
 
 
 def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path) -> None:
@@ -55,23 +57,19 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
     Raises:
         ValueError: naming the columns that differ.
     """
-    run = run_of(metadata)
-    dense = tuple(column.name for column in manifest.integer_columns)
-    if dense != run.dense:
-        raise UserError(
-            f"{folder} has integer columns {', '.join(dense)}, the model {', '.join(run.dense)}: give the model's data set"
-        )
-    actual = {
-        column.name: (column.num_embeddings, column.vocabulary.sha256 if column.vocabulary else None)
-        for column in manifest.categorical_columns
-    }
-    keys = next(each.keys for each in metadata.inputs if isinstance(each, FeatureInput))
-    expected = {name: (rows, run.checksums[name]) for name, rows in keys.items()}
-    if list(actual) != list(expected) or actual != expected:
-        differing = [name for name in {**expected, **actual} if actual.get(name) != expected.get(name)]
+    run, actual = run_of(metadata), encoding_of(manifest)
+    if actual["dense"] != run.dense:
+        stated = f"{folder} has integer columns {', '.join(actual['dense'])}, the model {', '.join(run.dense)}"
+        raise UserError(f"{stated}: give the model's data set")
+    expected_rows = next(each.keys for each in metadata.inputs if isinstance(each, FeatureInput))
+    rows = {column.name: column.num_embeddings for column in manifest.categorical_columns}
+    encodings = ((rows, actual["checksums"]), (expected_rows, run.checksums))
+    ours, theirs = ({name: (counts[name], sums[name]) for name in counts} for counts, sums in encodings)
+    if list(ours.items()) != list(theirs.items()):
+        differing = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
         raise UserError(
             f"{folder} has other vocabularies than the model was trained with (in {', '.join(differing) or 'other order'}): "
             "give the model's data set, or one that `comera transform` made with it"
         )
-    if offsets_of(manifest) != run.offsets:
+    if actual["offsets"] != run.offsets:
         raise UserError(f"{folder} has other offsets of integer columns than the model has: give the model's data set")

@@ -8,19 +8,16 @@ Any number of processes can load a checkpoint, whatever number saved it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import json
 import pickle
 import shutil
-import tempfile
 import warnings
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,8 +27,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from comera_rec.convert.folders import TensorReader, file_of
 from comera_rec.distributed import WORLD, Processes
+from comera_rec.training.checkpoint_reader import Checkpoint, cause_of, file_of
 from data_pipeline.atomic import replacing, sync
 from data_pipeline.errors import UserError
 
@@ -42,45 +39,6 @@ _RECORD = "record.json"
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # raised on a single process
 
 
-class Checkpoint:
-    """A checkpoint that exists and is not damaged. Tensors stay in its files until they are used; loading runs no code from them.
-
-    Attributes:
-        record: what was saved beside the tensors.
-        sizes: sizes of the whole tensors, by name.
-    """
-
-    def __init__(self, path: Path, record: dict[str, Any]) -> None:
-        self.record = record
-        self._path = path
-        self._entries = TensorReader(path).tensors()
-        self.sizes = {name: entry.size for name, entry in self._entries.items()}
-
-    def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Read whole tensors by name, on the CPU; temporary files are mapped for them, so that large ones take no memory."""
-        tensors = {name: _mapped(self.sizes[name], self._entries[name].properties.dtype) for name in names}
-        self.read_into(tensors)
-        return tensors
-
-    def read_into(self, tensors: Mapping[str, Any]) -> None:
-        """Fill tensors (plain ones, DTensors and ShardedTensors) with what was saved under their names.
-
-        Raises:
-            ValueError: if there is none of a name and size, or what is read doesn't fit.
-        """
-        try:
-            TensorReader(self._path).read_into(tensors, no_dist=not WORLD.several)
-        except ValueError as error:
-            raise UserError(f"checkpoint {self._path} cannot be loaded ({error}): remove it, or give another") from error
-
-
-def _mapped(size: torch.Size, dtype: torch.dtype) -> Tensor:
-    if not size.numel():
-        return torch.empty(size, dtype=dtype)
-    with tempfile.NamedTemporaryFile() as file:
-        return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)
-
-
 class _SavePlanner(dcp.DefaultSavePlanner):
     """Hides from the writer that a tensor is a view of larger memory: it would copy the view, and keep the copy to the end."""
 
@@ -89,50 +47,6 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         if not isinstance(data, Tensor) or not data.is_cpu or not data.is_contiguous():
             return data
         return torch.from_dlpack(data.detach()) if 0 < data.nbytes < data.untyped_storage().nbytes() else data
-
-
-def save_checkpoint(
-    folder: str | Path,
-    step: int,
-    record: dict[str, Any],
-    tensors: Mapping[str, Any],
-    *,
-    keep: int = 2,
-    kept_step: int | None = None,
-    processes: Processes = WORLD,
-) -> Path:
-    """Write the state of a step, then delete all but the newest `keep` checkpoints and whatever a killed process left half-written.
-
-    With several processes, each calls this: the record of process 0 is saved, and the tensors of all processes. If there is a
-    checkpoint of the step already, its record is replaced; its tensors stay, because those of a run follow from the step.
-
-    Args:
-        folder: folder of the checkpoints, created if needed; only one run writes to it.
-        record: numbers, strings, and dictionaries and lists of them.
-        tensors: by name; tensors sharded over processes are DTensors or ShardedTensors.
-        keep: at least 1.
-        kept_step: step whose checkpoint is kept, too.
-
-    Raises:
-        OSError: on every process, if one of them lacks space or permission to write; earlier checkpoints stay untouched.
-
-    Returns:
-        The checkpoint's path.
-    """
-    path = Path(folder) / _name(step)
-    try:
-        processes.on_first(lambda: _clear(path.parent))
-        if processes.on_first(path.exists):
-            processes.on_first(lambda: _write_record(path, record, json.loads((path / _RECORD).read_text())["checksums"]))
-        else:
-            _write(path, record, tensors, processes)
-        processes.on_first(lambda: _remove_older(path, keep, kept_step))
-    except (OSError, RuntimeError, CheckpointException) as error:  # torch turns a failed write into a RuntimeError
-        processes.on_first(lambda: shutil.rmtree(path.with_suffix(_TEMPORARY), ignore_errors=True))
-        raise OSError(
-            f"cannot write checkpoint {path} ({_reason(error)}); free some space or choose another output folder"
-        ) from error
-    return path
 
 
 def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], processes: Processes) -> None:
@@ -163,33 +77,53 @@ class CheckpointWriter:
     """Writes a run's checkpoints, one at a time. With several processes, each calls the same methods at the same step.
 
     Args:
+        folder: folder of the checkpoints, created if needed; only one run writes to it.
+        keep: number of newest checkpoints to keep, at least 1.
         asynchronous: let `save` return as soon as the tensors are copied (in memory, for as long as the write takes); a thread
             writes, in a separate process group. A write that failed shows in `failed`, and is raised by the next `wait` or `save`.
     """
 
-    def __init__(self, folder: Path, *, keep: int, asynchronous: bool) -> None:
+    def __init__(self, folder: Path, *, keep: int = 2, asynchronous: bool = False) -> None:
         self._folder, self._keep = folder, keep
         self._processes = WORLD.separate_group() if asynchronous else WORLD
         self._thread = ThreadPoolExecutor(1, "CheckpointWriter") if asynchronous else None
-        self._writing: Future[Path] | None = None
+        self._writing: Future[None] | None = None
 
-    def save(self, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, kept_step: int | None) -> None:
-        """Write a checkpoint once the previous one is written; arguments and errors as for `save_checkpoint`."""
+    def save(self, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, kept_step: int | None = None) -> None:
+        """Write the state of a step, then delete all but the newest checkpoints and what a killed process left half-written.
+
+        The record of process 0 is saved, and the tensors of all processes. If there is a checkpoint of the step already, its record
+        is replaced; its tensors stay, because those of a run follow from the step.
+
+        Args:
+            record: numbers, strings, and dictionaries and lists of them.
+            tensors: by name; tensors sharded over processes are DTensors or ShardedTensors.
+            kept_step: step whose checkpoint is kept, too.
+
+        Raises:
+            OSError: on every process, if one of them lacks space or permission to write; earlier checkpoints stay untouched.
+        """
         self.wait()
-        options: dict[str, Any] = {"keep": self._keep, "kept_step": kept_step, "processes": self._processes}
         if self._thread is None:
-            save_checkpoint(self._folder, step, record, tensors, **options)
+            self._save(step, record, tensors, kept_step)
         else:
             copies = BlockingAsyncStager().stage(dict(tensors))
-            self._writing = self._thread.submit(save_checkpoint, self._folder, step, copy.deepcopy(record), copies, **options)
+            self._writing = self._thread.submit(self._save, step, copy.deepcopy(record), copies, kept_step)
 
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Wait for the write; raise its error unless the block has raised another."""
-        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
-            self.wait()
+    def _save(self, step: int, record: dict[str, Any], tensors: Mapping[str, Any], kept_step: int | None) -> None:
+        path, on_first = self._folder / _name(step), self._processes.on_first
+        try:
+            on_first(lambda: _clear(path.parent))
+            if on_first(path.exists):
+                on_first(lambda: _write_record(path, record, json.loads((path / _RECORD).read_text())["checksums"]))
+            else:
+                _write(path, record, tensors, self._processes)
+            on_first(lambda: _remove_older(path, self._keep, kept_step))
+        except (OSError, RuntimeError, CheckpointException) as error:  # torch turns a failed write into a RuntimeError
+            on_first(lambda: shutil.rmtree(path.with_suffix(_TEMPORARY), ignore_errors=True))
+            raise OSError(
+                f"cannot write checkpoint {path} ({_reason(error)}); free some space or choose another output folder"
+            ) from error
 
     @property
     def failed(self) -> bool:
@@ -224,8 +158,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path, remedy = Path(path), ""
     try:
         saved = json.loads((path / _RECORD).read_text())
-        if not isinstance(saved, dict) or not isinstance(saved["record"], dict):
-            raise TypeError(f"{_RECORD} holds no record")
         if saved["format"] != _FORMAT:
             remedy = "use the version of comera-rec that wrote it"
             raise UserError(f"it is of format {saved['format']}, and this version reads format {_FORMAT}")
@@ -286,7 +218,6 @@ def _json_checksum(value: Any) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # wraps the errors of one or several processes
-        error = next(iter(error.failures.values()))[0]
+    error = cause_of(error)
     cause = error if isinstance(error, OSError) else error.__context__
     return (isinstance(cause, OSError) and cause.strerror) or str(error).splitlines()[0]

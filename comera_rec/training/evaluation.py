@@ -11,7 +11,7 @@ from torch import nn
 
 from comera_rec.data import BatchLoader, ParquetBatches
 from comera_rec.distributed import WORLD
-from comera_rec.training.metrics import BinaryMetrics, OneClass, mean_of_tasks
+from comera_rec.training.metrics import BinaryMetrics, mean_of_tasks
 
 
 @dataclass
@@ -71,11 +71,4 @@ def evaluate(
                     label_metrics.update(logits[:, task], labels[:, task], weights)
     finally:
         model.train(training)
-    return mean_of_tasks({name: _computed(label_metrics) for name, label_metrics in metrics.items()})
-
-
-def _computed(metrics: BinaryMetrics) -> dict[str, float | int] | OneClass:
-    try:
-        return metrics.compute()
-    except OneClass as error:
-        return error
+    return mean_of_tasks(metrics)

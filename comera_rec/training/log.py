@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -56,7 +55,7 @@ class MetricsLog:
 
 
 class Progress:
-    """Shows how far a run is, by a bar on terminals and a line now and then elsewhere; a context manager.
+    """Shows how far a run is, by a bar on terminals and a line now and then elsewhere.
 
     Args:
         steps: steps taken before, of `total`.
@@ -70,10 +69,8 @@ class Progress:
         self._prints_lines = shown and self._bar.disable
         self._last_line = time.monotonic(), steps
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Remove the bar."""
         self._bar.close()
 
     def step(self) -> None:

@@ -10,6 +10,7 @@ Lessons from Predicting Clicks on Ads at Facebook", ADKDD 2014, section 3.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -45,14 +46,15 @@ class BinaryMetrics:
         Raises:
             ValueError: if the counts differ.
         """
-        rows = _flat(logits, labels, weights)
+        if logits.numel() != labels.numel():
+            raise UserError(f"logits and labels must match in size, got {tuple(logits.shape)} and {tuple(labels.shape)}")
         end = self._num_rows + logits.numel()
         if end > self._rows.shape[1]:  # one tensor that doubles: small ones would keep others from reusing the memory of batches
             larger = torch.empty(3, max(end, 2 * self._rows.shape[1], 1 << 16), device=logits.device)
             larger[:, : self._num_rows] = self._rows[:, : self._num_rows]
             self._rows = larger
-        for kept, each in zip(self._rows, rows, strict=True):
-            kept[self._num_rows : end] = each
+        for kept, each in zip(self._rows, (logits, labels, torch.ones_like(logits) if weights is None else weights), strict=True):
+            kept[self._num_rows : end] = each.detach().flatten()
         self._num_rows = end
 
     def compute(self) -> dict[str, float | int]:
@@ -75,7 +77,7 @@ class BinaryMetrics:
         return _metrics(by_score, float(loss), logits.numel())
 
 
-def mean_of_tasks(computed: dict[str, dict[str, float | int] | OneClass]) -> dict[str, float | int]:
+def mean_of_tasks(collected: Mapping[str, BinaryMetrics]) -> dict[str, float | int]:
     """Return one label's metrics as they are; for several labels, the means and each label's metrics as `auc_LABEL` and so on.
 
     Labels of one class are left out: a small split may lack a rare label.
@@ -83,22 +85,19 @@ def mean_of_tasks(computed: dict[str, dict[str, float | int] | OneClass]) -> dic
     Raises:
         OneClass: if no label is left.
     """
-    by_label = {label: metrics for label, metrics in computed.items() if not isinstance(metrics, OneClass)}
-    if not by_label:
-        raise next(error for error in computed.values() if isinstance(error, OneClass))
+    by_label: dict[str, dict[str, float | int]] = {}
+    for label, metrics in collected.items():
+        try:
+            by_label[label] = metrics.compute()
+        except OneClass:
+            if label == [*collected][-1] and not by_label:
+                raise
     first = next(iter(by_label.values()))
-    if len(computed) == 1:
+    if len(collected) == 1:
         return first
     means = {name: sum(metrics[name] for metrics in by_label.values()) / len(by_label) for name in first if name != "rows"}
     each = {f"{name}_{label}": metrics[name] for label, metrics in by_label.items() for name in means}
     return means | {"rows": first["rows"]} | each
-
-
-def _flat(logits: Tensor, labels: Tensor, weights: Tensor | None) -> list[Tensor]:
-    if logits.numel() != labels.numel():
-        raise UserError(f"logits and labels must match in size, got {tuple(logits.shape)} and {tuple(labels.shape)}")
-    weights = torch.ones_like(logits) if weights is None else weights
-    return [each.detach().flatten() for each in (logits, labels, weights)]
 
 
 def _metrics(by_score: Tensor, loss: float, rows: int) -> dict[str, float | int]:

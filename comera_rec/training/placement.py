@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,24 +22,10 @@ from comera_rec.nn import named_tt_modules
 from comera_rec.rank.tt_modules import gather_tt_modules
 from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
 from comera_rec.training.config import RunConfig
-from comera_rec.training.model import Schema, build_model, fuse_dense_tables_, materialize_
+from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_
 from comera_rec.training.start import StartingVectors
+from comera_rec.training.state import TrainingState
 from data_pipeline.errors import UserError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placed:
-    """A model placed where it is trained.
-
-    Attributes:
-        model: the model to call.
-        module: the same without wrappers, so that names are those of an unsharded model.
-        table_optimizers: optimizers of its dense tables, which are updated in the backward pass.
-    """
-
-    model: nn.Module
-    module: nn.Module
-    table_optimizers: list[KeyedOptimizer]
 
 
 def place(
@@ -50,8 +35,8 @@ def place(
     device: torch.device,
     batch_size: int,
     start: StartingVectors | None = None,
-) -> Placed:
-    """Build a model, or take the given one, and move or shard it to where it trains.
+) -> TrainingState:
+    """Build a model, or take the given one, move or shard it to where it trains, and make its optimizers.
 
     Args:
         model: the model to place, on one process only; None to build it.
@@ -70,14 +55,17 @@ def place(
     whole = materialize_(build_model(config, schema, device="meta"), device) if model is None else model.to(device)
     if start:
         start.set_tt_tables_(whole)
+    tables: list[KeyedOptimizer]
     if WORLD.several:
-        sharded = _shard(whole, device, batch_size, lr)
-        placed = Placed(model=sharded, module=sharded.module, table_optimizers=[sharded.fused_optimizer])
+        placed = _shard(whole, device, batch_size, lr)
+        module, tables = placed.module, [placed.fused_optimizer]
     else:
-        placed = Placed(model=whole, module=whole, table_optimizers=fuse_dense_tables_(whole, lr, device))
+        placed = module = whole
+        tables = fuse_dense_tables_(whole, lr, device)
     if start:
-        start.set_dense_tables_(placed.module)
-    return placed
+        start.set_dense_tables_(module)
+    optimizer = build_optimizer(module, config.optimizer)
+    return TrainingState(model=placed, module=module, table_optimizers=tables, optimizer=optimizer)
 
 
 def whole_model(config: RunConfig, schema: Schema, module: nn.Module) -> nn.Module:

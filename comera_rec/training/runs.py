@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from torch import nn
 
 from comera_rec.distributed import WORLD
-from comera_rec.training.checkpoint import Checkpoint, checkpoint_at, latest_checkpoint, open_checkpoint
+from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
+from comera_rec.training.checkpoint_reader import Checkpoint
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model
 from comera_rec.training.state import load_model_
@@ -85,12 +86,11 @@ def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, reco
             f"{config.output} holds another run: its config differs in {', '.join(differing)}; "
             "choose another output, or remove the folder to start anew"
         )
-    columns = Schema.from_dict(record["schema"]).differences(schema)
-    if columns or record["data"] != fingerprint(manifest):
+    require_data(config.output, Schema.from_dict(record["schema"]), config.data.path, schema)
+    if record["data"] != fingerprint(manifest):
         raise UserError(
-            f"{config.output} was trained on other data than {config.data.path} holds"
-            + (f" (they differ in {', '.join(columns)})" if columns else "")
-            + ": give the same data set, or choose another output"
+            f"{config.output} was trained on other rows than {config.data.path} holds: "
+            "give the same data set, or choose another output"
         )
 
 
@@ -114,6 +114,15 @@ def require_successor(config: RunConfig, schema: Schema, run: Path, record: dict
                 f"{', '.join(differing)}): make it by `comera transform --extend` from the run's data set, and keep that"
             )
         schema = Schema.from_manifest(read_manifest(folder))
+
+
+def require_data(run: str | Path, known: Schema, data: str | Path, schema: Schema) -> None:
+    """Raise ValueError if a data set has other columns or vocabularies than the one that a run was trained on."""
+    if differing := known.differences(schema):
+        raise UserError(
+            f"{run} was trained on other data than {data} holds (they differ in {', '.join(differing)}): "
+            "give the data set it was trained on"
+        )
 
 
 def open_run(folder: str | Path, *, last: bool = False) -> Checkpoint:
@@ -157,11 +166,7 @@ def load_teacher(config: RunConfig, schema: Schema, device: torch.device) -> nn.
     if config.training.teacher is None:
         return None
     model, _, of_teacher = load_run(config.training.teacher)
-    if differing := of_teacher.differences(schema):
-        raise UserError(
-            f"training.teacher is {config.training.teacher}, which was trained on other data than {config.data.path} "
-            f"(they differ in {', '.join(differing)}): train the teacher on the same data set"
-        )
+    require_data(f"training.teacher {config.training.teacher}", of_teacher, config.data.path, schema)
     return model.requires_grad_(False).to(device)
 
 

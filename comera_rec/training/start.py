@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from comera_rec.convert.start import start_from_vectors_, starting_rows
 from comera_rec.nn import TTTable, named_tt_modules
+from comera_rec.training.state import local_parts
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest, check_file
 
@@ -53,7 +51,7 @@ class StartingVectors:
             found = re.search(r"embedding_bags\.([^.]+)\.weight$", name)
             if found and unquote(found[1]) in self._columns:
                 rows = starting_rows(self._read(unquote(found[1]))[0], *weight.shape)
-                for part, first in _parts(weight):
+                for part, first in local_parts(weight):
                     part.copy_(rows[first : first + len(part)])
 
     def _read(self, name: str) -> tuple[Tensor, Tensor]:
@@ -67,12 +65,3 @@ class StartingVectors:
             torch.from_numpy(np.concatenate([np.zeros_like(vectors[:1]), vectors])),
             torch.from_numpy(np.concatenate([[0], counts]).astype(np.float32)),
         )
-
-
-def _parts(weight: Any) -> Iterator[tuple[Tensor, int]]:
-    """Yield this process's parts of a table, with the first row of each."""
-    if isinstance(weight, ShardedTensor):
-        for shard in weight.local_shards():
-            yield shard.tensor, shard.metadata.shard_offsets[0]
-    else:
-        yield weight, 0

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from comera_rec.data import Batch
@@ -17,7 +16,7 @@ from comera_rec.rank import RankScheduler
 from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.capture import CapturedUpdate, CudaRecorder
 from comera_rec.training.config import OptimizerConfig, RunConfig
-from comera_rec.training.placement import Placed
+from comera_rec.training.state import TrainingState
 
 
 class TrainingStep:
@@ -30,91 +29,75 @@ class TrainingStep:
     def __init__(
         self,
         config: RunConfig,
-        placed: Placed,
-        optimizer: Optimizer,
+        state: TrainingState,
         scheduler: RankScheduler | None,
         *,
         device: torch.device,
         total_steps: int,
         teacher: nn.Module | None = None,
     ) -> None:
-        training = config.training
-        self._teacher = teacher
-        self._placed, self._optimizer, self._scheduler = placed, optimizer, scheduler
-        self._device = device
-        self._accumulation, self._precision, self._max_norm = training.accumulation, training.precision, training.clip_grad_norm
-        self._schedule, self._total_steps = config.optimizer, total_steps
-        self._rates = [(group, group["lr"]) for each in (optimizer, *placed.table_optimizers) for group in each.param_groups]
-        self._gradient_shares = {} if self._max_norm is None else gradient_shares(placed.module)
-        self._task_weights = None  # with mean 1, so that the price of ranks doesn't depend on their sum
-        if training.task_weights:
-            task_weights = torch.tensor(training.task_weights, device=device)
-            self._task_weights = task_weights / task_weights.mean()
+        self._config, self._state, self._scheduler, self._teacher = config, state, scheduler, teacher
+        self._device, self._total_steps = device, total_steps
+        self._rates_vary = config.optimizer.warmup_steps > 0 or config.optimizer.decay > 0
+        self._rates = [(group, group["lr"]) for each in state.optimizers for group in each.param_groups]
+        self._gradient_shares = gradient_shares(state.module) if config.training.clip_grad_norm else {}
+        weights = torch.tensor(config.training.task_weights or 1.0, device=device)
+        self._task_weights = weights / weights.mean()  # with mean 1, so that the price of ranks doesn't depend on their sum
         self.update: Callable[[list[Batch]], Tensor] = self._update
-        if training.capture and device.type == "cuda":
-            self.update = CapturedUpdate(self._update, optimizer, CudaRecorder(device))
-            for group in optimizer.param_groups if self._rates_vary else ():  # a graph reads tensors in every step
+        if config.training.capture and device.type == "cuda":
+            self.update = CapturedUpdate(self._update, state.optimizer, CudaRecorder(device))
+            for group in state.optimizer.param_groups if self._rates_vary else ():  # a graph reads tensors in every step
                 group["lr"] = torch.tensor(group["lr"], device=device)
 
     def __call__(self, number: int, batches: Iterator[Batch]) -> Tensor:
         """Take a step; return the task loss, the mean over its parts, which stays on the device."""
-        self._set_rates(number)
-        loss = self.update([next(batches).to(self._device, non_blocking=True) for _ in range(self._accumulation)])
+        if self._rates_vary:
+            factor = rate_factor(self._config.optimizer, number, self._total_steps)
+            for group, rate in self._rates:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate * factor)
+                else:
+                    group["lr"] = rate * factor
+            for table_optimizer in self._state.table_optimizers:
+                table_optimizer.step()  # only passes the rate to FBGEMM's tables
+        parts = range(self._config.training.accumulation)
+        loss = self.update([next(batches).to(self._device, non_blocking=True) for _ in parts])
         if self._scheduler is not None and self._scheduler.step():
             self.model_has_changed()
         return loss
 
     def _update(self, parts: list[Batch]) -> Tensor:
         """Update the model by the gradient of the parts' mean loss; doesn't wait for the device, so that a graph can capture it."""
-        self._optimizer.zero_grad()  # to None, so that a graph writes gradients instead of adding to them
+        self._state.optimizer.zero_grad()  # to None, so that a graph writes gradients instead of adding to them
         losses = []
         for part in parts:
             loss = self.loss_of(part)
             losses.append(loss.detach())
             objective = self._scheduler.loss(loss, accumulation=len(parts)) if self._scheduler else loss / len(parts)
             objective.backward()
-        if self._max_norm is not None:
-            clip_gradients_(self._placed.module, self._max_norm, self._gradient_shares)
-        self._optimizer.step()
+        if max_norm := self._config.training.clip_grad_norm:
+            clip_gradients_(self._state.module, max_norm, self._gradient_shares)
+        self._state.optimizer.step()
         return torch.stack(losses).mean()
 
     def loss_of(self, batch: Batch) -> Tensor:
         """Return a batch's mean cross-entropy with its labels, or the teacher's predictions: [B] or [B, L]; weights of rows [B]."""
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision != "float32"):
-            logits = self._placed.model(batch.dense, batch.sparse)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.training.precision != "float32"):
+            logits = self._state.model(batch.dense, batch.sparse)
         labels = batch.labels
         if self._teacher is not None:
             with torch.no_grad():
                 labels = self._teacher(batch.dense, batch.sparse).sigmoid()
         losses_BL = F.binary_cross_entropy_with_logits(logits.float(), labels.view_as(logits), reduction="none")
-        if self._task_weights is not None:
-            losses_BL = losses_BL * self._task_weights
-        if batch.weights is not None:
-            losses_BL = losses_BL * batch.weights.unsqueeze(1)
-        return losses_BL.mean()
+        weights = self._task_weights if batch.weights is None else self._task_weights * batch.weights.unsqueeze(1)
+        return (losses_BL * weights).mean()
 
     def model_has_changed(self) -> None:
         """Average gradients of replicas, and capture graphs, for the present sizes; call it after ranks have changed."""
-        if isinstance(self._placed.model, DistributedModelParallel):
-            rewrap_data_parallel_(self._placed.model)
+        if isinstance(self._state.model, DistributedModelParallel):
+            rewrap_data_parallel_(self._state.model)
         if isinstance(self.update, CapturedUpdate):
             self.update.reset()
-
-    @property
-    def _rates_vary(self) -> bool:
-        return self._schedule.warmup_steps > 0 or self._schedule.decay > 0
-
-    def _set_rates(self, number: int) -> None:
-        if not self._rates_vary:
-            return
-        factor = rate_factor(self._schedule, number, self._total_steps)
-        for group, rate in self._rates:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate * factor)
-            else:
-                group["lr"] = rate * factor
-        for table_optimizer in self._placed.table_optimizers:
-            table_optimizer.step()  # only passes the rate to FBGEMM's tables
 
 
 def rate_factor(schedule: OptimizerConfig, number: int, total_steps: int) -> float:

@@ -28,10 +28,13 @@ class StopSignals:
     """Context manager that records SIGTERM and SIGINT; a SIGINT after either ends the process at once, wherever it is.
 
     With several processes, each calls the same methods at the same step.
+
+    Attributes:
+        received: the first signal that this process has received, or 0.
     """
 
     def __init__(self) -> None:
-        self._received = 0
+        self.received = 0
         self._pending: Callable[[], Tensor] | None = None
 
     def __enter__(self) -> StopSignals:
@@ -51,15 +54,11 @@ class StopSignals:
         With several processes, these are the reports of the step before, so that no step waits for the other processes.
         """
         if not WORLD.several:
-            return self._received, failed
-        previous, self._pending = self._pending, WORLD.start_max(torch.tensor([self._received, failed]))
+            return self.received, failed
+        previous, self._pending = self._pending, WORLD.start_max(torch.tensor([self.received, failed]))
         number, failures = previous().tolist() if previous is not None else (0, 0)
         return number, bool(failures)
 
-    def now(self) -> int:
-        """Wait for the other processes, and return the signal to stop for, or 0."""
-        return int(WORLD.max(self._received))
-
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self._received = self._received or number
+        self.received = self.received or number
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -32,11 +32,10 @@ from comera_rec.training.config import RunConfig
 from comera_rec.training.evaluation import BestSoFar, evaluate
 from comera_rec.training.log import MetricsLog, Progress, fixed_ranks, off_target, tell
 from comera_rec.training.memory import PeakMemory, keep_freed_memory, return_freed_memory
-from comera_rec.training.model import Schema, build_optimizer
+from comera_rec.training.model import Schema
 from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
 from comera_rec.training.runs import CHECKPOINTS, fingerprint, load_teacher, require_fit, require_same_run
 from comera_rec.training.start import StartingVectors
-from comera_rec.training.state import TrainingState
 from comera_rec.training.step import TrainingStep
 from comera_rec.training.stopping import Interrupted, StopSignals
 from data_pipeline.atomic import replacing
@@ -85,28 +84,30 @@ class Trainer:
         torch.manual_seed(config.seed)
         is_new = model is None and latest_checkpoint(self.checkpoints) is None
         start = StartingVectors(self.manifest, Path(config.data.path)) if is_new and config.tables.start == "vectors" else None
-        placed = place(config, self.schema, model, self.device, self.part_size, start)
-        self.model, self.module = placed.model, placed.module
-        self.optimizer = build_optimizer(self.module, config.optimizer)
+        self.state = place(config, self.schema, model, self.device, self.part_size, start)
+        self.model, self.module, self.optimizer = self.state.model, self.state.module, self.state.optimizer
         if self._updates_in_backward():
             update_in_backward_(self.module, self.optimizer)
         # Where torch's threads take all cores, another thread costs more than it saves.
         if self.device.type == "cpu" and not WORLD.several and torch.get_num_threads() < available_cores():
-            self.loader.prepare = self._plan_ahead
+            collections = [module for module in self.module.modules() if isinstance(module, TTEmbeddingBagCollection)]
+
+            def plan_ahead(batch: Batch) -> None:
+                for collection in collections:
+                    collection.plan_ahead(batch.sparse)
+
+            self.loader.prepare = plan_ahead
         self.scheduler = None
         if config.ranks:
             whole = whole_model(config, self.schema, self.module)
             other_bytes = bytes_outside(whole, [module for _, module in named_tt_modules(whole)])
             self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes)
-        self.state = TrainingState(self.module, self.optimizer, placed.table_optimizers)
+        teacher = load_teacher(config, self.schema, self.device)
         self.step = TrainingStep(
-            config, placed, self.optimizer, self.scheduler,
-            device=self.device, total_steps=self.total_steps, teacher=load_teacher(config, self.schema, self.device),
-        )  # fmt: skip
-        self.writer = CheckpointWriter(
-            self.checkpoints, keep=config.training.keep_checkpoints,
-            asynchronous=config.checkpoints.asynchronous,
-        )  # fmt: skip
+            config, self.state, self.scheduler, device=self.device, total_steps=self.total_steps, teacher=teacher
+        )
+        asynchronous = config.checkpoints.asynchronous
+        self.writer = CheckpointWriter(self.checkpoints, keep=config.training.keep_checkpoints, asynchronous=asynchronous)
         self.steps = self.history_written = 0
         self.evaluated = 0  # the step of the last evaluation on the validation split
         self.best = BestSoFar()
@@ -123,11 +124,6 @@ class Trainer:
         has_tables = any(isinstance(module, TTTable) for module in self.module.modules())
         return has_tables and self.device.type == "cpu" and not need_gradients
 
-    def _plan_ahead(self, batch: Batch) -> None:
-        for module in self.module.modules():
-            if isinstance(module, TTEmbeddingBagCollection):
-                module.plan_ahead(batch.sparse)
-
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
         data, process_rank, world_size = self.config.data, WORLD.process_rank, WORLD.size
         if shuffle:
@@ -142,7 +138,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint, and the config beside it."""
-        self._write_config()
+        WORLD.on_first(self._write_config)
         record = {
             "step": self.steps,
             "config": self.config.to_dict(),
@@ -155,9 +151,6 @@ class Trainer:
         }
         kept_step = self.best.step if self.config.training.keep_best else None
         self.writer.save(self.steps, record, self.state.tensors(), kept_step=kept_step)
-
-    def _write_config(self) -> None:
-        WORLD.on_first(lambda: _write_json(self.folder / "config.json", self.config.to_dict()))
 
     def _resume(self) -> None:
         path = WORLD.on_first(lambda: latest_checkpoint(self.checkpoints))
@@ -196,10 +189,9 @@ class Trainer:
         path = self.folder / "result.json"
         self._resume()
         if WORLD.any(self._unfinished() or not path.exists()):
-            self._write_config()
             WORLD.on_first(self._open_log)
             try:
-                with self.signals, self.writer:
+                with self.signals:
                     self._run()
                     self.writer.wait()
                     result = self._result()
@@ -211,7 +203,11 @@ class Trainer:
             WORLD.on_first(lambda: tell(f"{self.folder.name}: finished already, after {self.steps:,} steps"))
         return WORLD.on_first(lambda: dict(json.loads(path.read_text())))
 
+    def _write_config(self) -> None:
+        _write_json(self.folder / "config.json", self.config.to_dict())
+
     def _open_log(self) -> None:
+        self._write_config()
         (self.folder / "result.json").unlink(missing_ok=True)  # left by a run of fewer steps
         self.log = MetricsLog(self.folder, self.steps, evaluated=self.evaluated == self.steps)
 
@@ -230,7 +226,7 @@ class Trainer:
         progress = Progress(self.folder.name, self.steps, self.total_steps, shown=WORLD.is_first)
         losses: list[Tensor] = []
         interval_start = time.perf_counter()
-        with progress, contextlib.closing(iter(self.loader)) as batches:
+        with contextlib.closing(progress), contextlib.closing(iter(self.loader)) as batches:
             while self._unfinished():
                 losses.append(self._step(batches))
                 if math.isnan(self.first_step_ms):
@@ -247,8 +243,8 @@ class Trainer:
                     progress.observe(self.steps, self._log_losses(losses, interval_start))
                     losses = []
                 self._log_ranks()
-                if finished or saving or evaluating:
-                    self._require_finite_weights()
+                if (finished or saving or evaluating) and WORLD.any(not self.state.is_finite()):
+                    raise self._diverged(f"weights or their optimizer's state are not finite at step {self.steps}")
                 if finished:  # before anything else can go wrong
                     self.save()
                 if evaluating:  # before saving, so that a run that resumes from the checkpoint doesn't repeat it
@@ -268,18 +264,6 @@ class Trainer:
         self.steps += 1
         return loss
 
-    def _checked_mean(self, losses: list[Tensor]) -> float:
-        stacked = WORLD.mean(torch.stack(losses)).cpu()
-        bad = (~stacked.isfinite()).nonzero().flatten()
-        if bad.numel():
-            step = self.steps - len(losses) + int(bad[0]) + 1
-            raise self._diverged(f"the loss is {float(stacked[bad[0]])} at step {step}")
-        return float(stacked.mean())
-
-    def _require_finite_weights(self) -> None:
-        if WORLD.any(not self.state.is_finite()):
-            raise self._diverged(f"weights or their optimizer's state are not finite at step {self.steps}")
-
     def _diverged(self, problem: str) -> Diverged:
         with contextlib.suppress(OSError):
             self.writer.wait()
@@ -288,10 +272,13 @@ class Trainer:
         return Diverged(f"{problem}: lower the learning rates; {last}")
 
     def _log_losses(self, losses: list[Tensor], interval_start: float) -> float:
-        loss = self._checked_mean(losses)
+        """Log the mean loss of the last steps, and return it; raise Diverged if one is not finite."""
+        means = WORLD.mean(torch.stack(losses)).cpu()
+        if bad := (~means.isfinite()).nonzero().flatten().tolist():
+            raise self._diverged(f"the loss is {float(means[bad[0]])} at step {self.steps - len(losses) + bad[0] + 1}")
         # Reading the losses has waited for the device, so this is the time of whole steps on a GPU too.
         self.step_ms.append(1e3 * (time.perf_counter() - interval_start) / len(losses))
-        memory, rows = self.memory.take(), self.steps * self.config.data.batch_size
+        loss, memory, rows = float(means.mean()), self.memory.take(), self.steps * self.config.data.batch_size
         self._log("train", loss=loss, step_ms=self.step_ms[-1], memory_mib=memory, rows=rows)
         return loss
 
@@ -327,14 +314,13 @@ class Trainer:
         return counts and self.best.observe(self.steps, metrics["ne"])
 
     def _evaluate(self, split: str) -> dict[str, Any]:
-        batches = self._batches(split, shuffle=False)
-        metrics = evaluate(self.model, batches, self.device, between=self._stop_if_asked)
+        def stop_if_asked() -> None:
+            if stopping := int(WORLD.max(self.signals.received)):
+                raise Interrupted(stopping, self.steps)
+
+        metrics = evaluate(self.model, self._batches(split, shuffle=False), self.device, between=stop_if_asked)
         self._log("eval", split=split, **metrics)
         return metrics
-
-    def _stop_if_asked(self) -> None:
-        if stopping := self.signals.now():
-            raise Interrupted(stopping, self.steps)
 
     def _result(self) -> dict[str, Any]:
         peak = WORLD.max(self.memory.highest)

@@ -22,12 +22,6 @@ def test_every_step_of_the_suite_runs_on_a_cpu(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("*.jsonl")} == {"lookup", "linear", "transformer", "gpu-dlrm"}
 
 
-def test_the_test_files_exist() -> None:
-    folder = gpu.FOLDER.parent / "tests"
-    files = [*gpu.TEST_FILES, *gpu.TORCHREC_TEST_FILES]
-    assert [file for file in files if not (folder / file).exists()] == []
-
-
 def test_missing_failed_finished_and_late_steps_are_reported(tmp_path: Path) -> None:
     now = gpu.time.monotonic()
     step = gpu.Step(name="x", command=["false"], needs=("no_such_package",), seconds=30)

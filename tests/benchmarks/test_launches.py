@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton (Linux)")
 
 from benchmarks.gpu.launches import Step, count_step
-from comera_rec.ops.launch import rank_bucket
 from comera_rec.ops.plan import reference
 from comera_rec.tt import TTShape
 
@@ -34,21 +33,6 @@ def test_ids_are_sorted_for_tables_of_order_3_and_4_besides_their_slices(order: 
     assert sum(name == "sort" for name, _ in step(order, 8).torch) == sorts
 
 
-@pytest.mark.parametrize("tables", [2, 12])
-def test_a_step_is_13_kernels_however_many_tables_there_are(tables: int) -> None:
-    counted = step(2, *[8] * tables, batch=1024)
-    assert len(counted.launches) == 7
-    assert counted.kernels == 13
-    assert step(2, 8, 8).kernels == 12, "few ids have no groups of parts"
-
-
-@pytest.mark.parametrize(("tables", "blocks"), [(2, 1), (12, 3)])
-def test_hot_rows_add_37_kernels_however_many_tables_and_blocks_there_are(tables: int, blocks: int) -> None:
-    counted = count_step([TTShape(ROWS[2], COLS[2], 8)] * tables, 1024, hot_rows=((9, 2),) * blocks)
-    assert counted.kernels == 13 + 37
-    assert not {name for name, _ in counted.torch} & WAIT
-
-
 def test_adam_steps_over_whole_cores() -> None:
     assert ("_fused_adam_", 1) in step(2, 8, 8, optimizer="Adam").torch
 
@@ -60,11 +44,6 @@ def test_a_truncation_recompiles_at_most_one_kernel() -> None:
         assert len(variants - before) <= 1, f"at rank {rank}"
         before |= variants
     assert not {launch.variant for launch, _ in step(2, 1).launches} - before
-
-
-@pytest.mark.parametrize(("rank", "bucket"), [(0, 8), (1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (33, 64)])
-def test_ranks_have_few_sizes(rank: int, bucket: int) -> None:
-    assert rank_bucket(rank) == bucket
 
 
 def test_constants_of_captured_graphs_stay_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

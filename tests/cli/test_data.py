@@ -10,16 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from comera_rec.cli.main import main
-from comera_rec.cli.types import TIME
+from comera_rec.cli.data import TIME
 from data_pipeline.manifest import read_manifest
-
-
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main([str(argument) for argument in arguments])
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
+from tests.training.run_folders import call as run
 
 
 @pytest.fixture

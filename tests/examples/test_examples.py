@@ -75,9 +75,7 @@ def test_classification_learns(form: str, sentences: list[str], tmp_path: Path, 
     assert f"accuracy {metrics['accuracy']:.4f}" in out
     saved = torch.load(tmp_path / "run" / "model.pt")
     assert metrics["params"] == sum(tensor.numel() for tensor in saved.values())
-    status, _, err = run(classify_text.classify, *arguments)
-    assert status == 2
-    assert "holds a finished run: name another folder" in err
+    assert "holds a finished run: name another folder" in refusal(run, classify_text.classify, *arguments)
 
 
 def test_classification_with_shrinking_ranks(sentences: list[str], tmp_path: Path, run: Run) -> None:
@@ -154,48 +152,42 @@ def test_tokenizers_frame_and_truncate() -> None:
     assert code.decode(code.encode(source).ids) == source
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("text\tlabel\na\t1\n", "the first line must name `label` and one or two `sentence...`"),
-        ("sentence\tlabel\na\n", "train.tsv:2 and the first line have different numbers of columns"),
-        ("sentence\tlabel\na\t1\tb\n", "train.tsv:2 and the first line have different numbers of columns"),
-        ("", "the first line must name"),
-    ],
-)
-def test_bad_tables_are_reported_in_one_line(text: str, message: str, sentences: list[str], tmp_path: Path, run: Run) -> None:
-    (tmp_path / "train.tsv").write_text(text)
-    status, _, err = run(classify_text.classify, *sentences)
-    assert status == 2
-    assert message in err
-    assert err.count("\n") == 1
+def refusal(run: Run, command: click.Command, *arguments: str) -> str:
+    status, _, err = run(command, *arguments)
+    assert (status, err.count("\n")) == (2, 1)
+    return err
 
 
 @pytest.mark.parametrize(
-    ("module", "override", "message"),
+    ("name", "text", "message"),
     [
-        (classify_text, "model.heads=3", "unknown key model.heads; "),
-        (classify_text, "training.steps=0", "training.steps is 0: give a positive number"),
-        (classify_text, "data.train=/nowhere.tsv", "No such file or directory: '/nowhere.tsv'"),
-        (pretrain_code, 'data.packages=["no_such"]', "data.packages names no_such, which"),
-        (pretrain_code, "data.masked=0", "data.masked is 0.0: give a fraction between 0 and 1"),
-        (pretrain_code, 'data.packages=["this.py"]', "has only 0 functions: name more packages"),
+        ("train", "text\tlabel\na\t1\n", "the first line must name `label` and one or two `sentence...`"),
+        ("train", "sentence\tlabel\na\n", "train.tsv:2 and the first line have different numbers of columns"),
+        ("train", "sentence\tlabel\na\t1\tb\n", "train.tsv:2 and the first line have different numbers of columns"),
+        ("train", "", "the first line must name"),
+        ("dev", "sentence\tlabel\nw1\tmaybe\n", "has labels ['maybe'] that"),
     ],
 )
-def test_bad_settings_are_reported_in_one_line(module: object, override: str, message: str, run: Run) -> None:
-    command = module.classify if module is classify_text else module.pretrain  # type: ignore[attr-defined]
-    status, _, err = run(command, override)
-    assert status == 2
-    assert message in err
-    assert err.count("\n") == 1
+def test_bad_tables_are_reported_in_one_line(
+    name: str, text: str, message: str, sentences: list[str], tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / f"{name}.tsv").write_text(text)
+    assert message in refusal(run, classify_text.classify, *sentences)
 
 
-def test_labels_missing_from_the_training_data_are_named(sentences: list[str], tmp_path: Path, run: Run) -> None:
-    with (tmp_path / "dev.tsv").open("a") as file:
-        file.write("maybe\tw1\n")
-    status, _, err = run(classify_text.classify, *sentences)
-    assert status == 2
-    assert "has labels ['maybe'] that" in err
+@pytest.mark.parametrize(
+    ("command", "override", "message"),
+    [
+        (classify_text.classify, "model.heads=3", "unknown key model.heads; "),
+        (classify_text.classify, "training.steps=0", "training.steps is 0: give a positive number"),
+        (classify_text.classify, "data.train=/nowhere.tsv", "No such file or directory: '/nowhere.tsv'"),
+        (pretrain_code.pretrain, 'data.packages=["no_such"]', "data.packages names no_such, which"),
+        (pretrain_code.pretrain, "data.masked=0", "data.masked is 0.0: give a fraction between 0 and 1"),
+        (pretrain_code.pretrain, 'data.packages=["this.py"]', "has only 0 functions: name more packages"),
+    ],
+)
+def test_bad_settings_are_reported_in_one_line(command: click.Command, override: str, message: str, run: Run) -> None:
+    assert message in refusal(run, command, override)
 
 
 @pytest.fixture
@@ -231,7 +223,6 @@ def test_next_items_rank_high(form: str, interactions: str, tmp_path: Path, run:
 def test_files_without_histories_are_named(text: str | None, message: str, tmp_path: Path, run: Run) -> None:
     if text is not None:
         (tmp_path / "log.txt").write_text(text)
-    status, _, error = run(next_item.recommend, f"data.path={tmp_path / 'log.txt'}", f"output={tmp_path / 'run'}")
-    assert status == 2
-    assert message in error
+    log, output = (f"{key}={tmp_path / name}" for key, name in (("data.path", "log.txt"), ("output", "run")))
+    assert message in refusal(run, next_item.recommend, log, output)
     assert not (tmp_path / "run").exists()

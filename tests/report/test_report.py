@@ -152,10 +152,13 @@ def test_one_run_alone(running: Path, compressed: Path, tmp_path: Path) -> None:
     assert Page(tmp_path / "report.html").tags.count("svg") == 0
 
 
-def test_a_layer_that_vanished(tmp_path: Path) -> None:
-    layers = [layer("C1", 1_000), layer("C2", 200_000, ranks=[0], params=0)]
-    write_report([write_run(tmp_path / "run", layers, adapting=True)], tmp_path / "report.html")
+def test_vanished_layers_and_names_that_are_no_formulas(tmp_path: Path) -> None:
+    name = r"$\foo$"
+    layers = [layer("C1", 1_000), layer(name, 1_000, ranks=[0], params=0)]
+    runs = [write_run(tmp_path / each, layers, adapting=True) for each in (name, "$x", "dense")]
+    write_report(runs, tmp_path / "report.html")
     assert "gone" in Page(tmp_path / "report.html").cells
+    assert (tmp_path / "report.html").read_text().count(name) > 3
 
 
 def test_summary_table(dense: Path, compressed: Path, running: Path) -> None:
@@ -176,19 +179,15 @@ def test_a_run_without_tables_is_compared_in_all_else(dense: Path, tmp_path: Pat
 
 
 def test_summary(compressed: Path, running: Path, tmp_path: Path) -> None:
-    write_summary([compressed, running], tmp_path / "summary.json")
+    diverged = write_run(tmp_path / "diverged", [layer("C1", 1_000)], step_ms=float("nan"))
+    write_summary([compressed, running, diverged], tmp_path / "summary.json")
+    write_report([diverged], tmp_path / "report.html")
     summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
-    assert list(summary) == ["compressed", "running"]
+    assert list(summary) == ["compressed", "running", "diverged"]
+    assert summary["diverged"]["step_ms"] is None
     expected = {"params": 50_567, "bytes": 202_268, "auc": 0.7479, "ne": 0.85, "logloss": 0.44, "step_ms": 10.0, "peak_mib": 250.0}
     assert summary["compressed"].items() >= {**expected, "table_bytes": 202_268, "finished": True}.items()
     assert summary["running"].items() >= {"finished": False, "params": None, "auc": 0.73}.items()
-
-
-def test_numbers_that_are_not_finite_are_absent(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [layer("C1", 1_000)], step_ms=float("nan"))
-    write_summary([run], tmp_path / "summary.json")
-    assert json.loads((tmp_path / "summary.json").read_text())["run"]["step_ms"] is None
-    write_report([run], tmp_path / "report.html")
 
 
 def test_not_a_run(tmp_path: Path, compressed: Path) -> None:
@@ -213,10 +212,3 @@ def test_damaged_files(compressed: Path) -> None:
     (compressed / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match=r"result.json is damaged .*; train the run again"):
         read_runs([compressed])
-
-
-def test_names_are_not_parsed_as_formulas(tmp_path: Path) -> None:
-    name = r"$\foo$"
-    runs = [write_run(tmp_path / each, [layer(name, 1000, ranks=[4], params=500)], adapting=True) for each in (name, "$x", "dense")]
-    write_report(runs, tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text().count(name) > 3

@@ -1,11 +1,7 @@
-"""A server under load while its model is replaced and bad requests arrive: good requests are answered, bad ones refused.
-
-python tests/serving/soak.py --seconds 60 --data DATA ONE.pt2 TWO.pt2      # two exports of the same run
-"""
+"""A server under load while its model is replaced and bad requests arrive: good requests are answered, bad ones refused."""
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import re
@@ -225,15 +221,3 @@ def resident_mib(pid: int) -> float:
     """Resident memory of a process in MiB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs=2, type=Path)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--swaps", type=int, default=10)
-    arguments = parser.parse_args()
-    actual = soak(*arguments.models, arguments.data, seconds=arguments.seconds, swaps=arguments.swaps)
-    print(actual)
-    sys.exit(bool(actual.wrong))

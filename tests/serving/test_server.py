@@ -5,29 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 import uvloop
+from click.testing import CliRunner
 from soak import bad_requests, good_rows, soak
 
+from comera_rec.cli.serve import serve as serve_command
 from comera_rec.serving import connections
 from comera_rec.serving.batching import merge
 from comera_rec.serving.connections import listen
 from comera_rec.serving.package import FeatureInput, ModelMetadata, ServingModel, TensorInput
 from comera_rec.serving.server import ServeOptions, Server, serve
-from comera_rec.serving.versions import ModelFile, Version
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
@@ -53,46 +55,15 @@ def listening(server: Server) -> Iterator[tuple[Callable[[], None], tuple[str, i
         sock.close()
 
 
-@dataclass
-class Answer:
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
-
-    def json(self) -> Any:
-        return json.loads(self.content)
-
-    @property
-    def error(self) -> str:
-        (error,) = self.json().values()
-        return error
-
-
-class Client:
-    """Requests on one connection."""
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.connection = HTTPConnection(*address, timeout=60)
-
-    def close(self) -> None:
-        self.connection.close()
-
-    def get(self, path: str) -> Answer:
-        return self.request("GET", path)
-
-    def post(self, path: str, content: Any, headers: Mapping[str, str] | None = None) -> Answer:
-        return self.request("POST", path, content if isinstance(content, bytes) else json.dumps(content).encode(), headers)
-
-    def request(self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> Answer:
-        self.connection.request(method, path, body, dict(headers or {}))
-        response = self.connection.getresponse()
-        return Answer(response.status, response.headers, response.read())
-
-
 @contextlib.contextmanager
-def served(options: ServeOptions) -> Iterator[Client]:
-    with listening(Server(options)) as (_, address), contextlib.closing(Client(address)) as client:
+def served(options: ServeOptions) -> Iterator[httpx.Client]:
+    with listening(Server(options)) as (_, (host, port)), httpx.Client(base_url=f"http://{host}:{port}", timeout=60) as client:
         yield client
+
+
+def error_of(answer: httpx.Response) -> str:
+    (error,) = answer.json().values()
+    return error
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +77,7 @@ def model(package: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def client(model: Path, data: Path) -> Iterator[Client]:
+def client(model: Path, data: Path) -> Iterator[httpx.Client]:
     with served(ServeOptions(model=model, data=data)) as client:
         yield client
 
@@ -118,42 +89,7 @@ def raw_rows(data: Path, count: int) -> list[dict[str, Any]]:
     return [{name: int(cell) if cell and name[0] == "I" else cell or None for name, cell in row.items()} for row in cells]
 
 
-def test_files_that_arrive_while_another_is_loaded_or_fail_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, observed = tmp_path / "model.pt2", list[str]()
-
-    def put(text: str) -> None:
-        (tmp_path / "new").write_text(text)
-        (tmp_path / "new").rename(path)
-
-    def load(file: ModelFile) -> Version:
-        text = file.path.read_text()
-        if text == "first":
-            put("odd")
-        if text == "odd":
-            raise NotImplementedError
-        return Version(number=text, model=None, encoder=None)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ModelFile, "_load", load)
-    put("first")
-    file = ModelFile(path, data=None, threads=1, observe=observed.append)
-    assert file.current.number == "first"
-
-    async def watch() -> None:
-        watching = asyncio.create_task(file.watch(0.01))
-        for count in (1, 2):
-            for _ in range(500):
-                if len(observed) == count:
-                    break
-                await asyncio.sleep(0.01)
-            put("second")
-        watching.cancel()
-
-    asyncio.run(watch())
-    assert observed == ["refused", "loaded"]
-    assert file.current.number == "second"
-
-
-def test_open_inference_protocol(client: Client, model: Path, data: Path) -> None:
+def test_open_inference_protocol(client: httpx.Client, model: Path, data: Path) -> None:
     good, tensors = good_rows(data)
     assert client.get("/v2").json()["name"] == "comera-rec"
     assert client.get("/v2/health/live").json() == {"live": True}
@@ -165,7 +101,7 @@ def test_open_inference_protocol(client: Client, model: Path, data: Path) -> Non
         ("values", "INT64", [-1]),
         ("lengths", "INT64", [-1]),
     ]
-    answer = client.post("/v2/models/model/infer", good | {"id": "7"}).json()
+    answer = client.post("/v2/models/model/infer", json=good | {"id": "7"}).json()
     assert answer["id"] == "7"
     assert answer["model_version"] == described["versions"][0]
     (output,) = answer["outputs"]
@@ -194,11 +130,11 @@ def binary_request(good: dict[str, Any], **changes: Any) -> tuple[bytes, dict[st
         {},
     ],
 )
-def test_binary_tensors(client: Client, model: Path, data: Path, wanted: dict[str, Any]) -> None:
+def test_binary_tensors(client: httpx.Client, model: Path, data: Path, wanted: dict[str, Any]) -> None:
     good, tensors = good_rows(data)
     body, headers = binary_request(good, **wanted)
-    answer = client.post("/v2/models/model/infer", body, headers)
-    assert answer.status == 200
+    answer = client.post("/v2/models/model/infer", content=body, headers=headers)
+    assert answer.status_code == 200
     length = int(answer.headers.get("Inference-Header-Content-Length", len(answer.content)))
     (output,) = json.loads(answer.content[:length])["outputs"]
     if "data" in output:
@@ -210,7 +146,7 @@ def test_binary_tensors(client: Client, model: Path, data: Path, wanted: dict[st
     np.testing.assert_allclose(scores, ServingModel(model)(*tensors)[0].numpy(), atol=1e-6)
 
 
-def test_mistakes_in_binary_requests(client: Client, data: Path) -> None:
+def test_mistakes_in_binary_requests(client: httpx.Client, data: Path) -> None:
     body, headers = binary_request(good_rows(data)[0])
     length = headers["Inference-Header-Content-Length"]
     mistakes = [
@@ -225,32 +161,32 @@ def test_mistakes_in_binary_requests(client: Client, data: Path) -> None:
         (415, body, headers | {"Content-Encoding": "gzip"}),
     ]
     for status, content, sent in mistakes:
-        answer = client.post("/v2/models/model/infer", content, sent)
-        assert answer.status == status, f"{sent}: {answer.status} {answer.content}"
-        assert "\n" not in answer.error
+        answer = client.post("/v2/models/model/infer", content=content, headers=sent)
+        assert answer.status_code == status, f"{sent}: {answer} {answer.content}"
+        assert "\n" not in error_of(answer)
 
 
-def test_raw_rows(client: Client, model: Path, data: Path) -> None:
+def test_raw_rows(client: httpx.Client, model: Path, data: Path) -> None:
     rows = raw_rows(data, 20)
-    answer = client.post("/score", {"rows": rows})
-    assert answer.status == 200
+    answer = client.post("/score", json={"rows": rows})
+    assert answer.status_code == 200
     flat = RequestEncoder(data)(rows)
     np.testing.assert_allclose(answer.json()["scores"], ServingModel(model)(*map(torch.from_numpy, flat))[0].numpy(), atol=1e-6)
 
 
-def test_every_mistake_is_one_line(client: Client, data: Path) -> None:
+def test_every_mistake_is_one_line(client: httpx.Client, data: Path) -> None:
     good, _ = good_rows(data)
     for method, path, body in bad_requests("model", good):
         if len(body or b"") < 1 << 20:
-            answer = client.request(method, path, body)
-            assert 400 <= answer.status < 500, f"{method} {path} {(body or b'')[:60]!r}: {answer.status} {answer.content}"
-            assert answer.error
-            assert "\n" not in answer.error
+            answer = client.request(method, path, content=body)
+            assert 400 <= answer.status_code < 500, f"{method} {path} {(body or b'')[:60]!r}: {answer} {answer.content}"
+            assert error_of(answer)
+            assert "\n" not in error_of(answer)
 
 
-def test_metrics(client: Client) -> None:
+def test_metrics(client: httpx.Client) -> None:
     client.get("/v2/models/other")
-    text = client.get("/metrics").content.decode()
+    text = client.get("/metrics").text
     assert 'comera_requests_total{route="other",status="404"}' in text
     assert "comera_batch_rows_count" in text
 
@@ -258,26 +194,22 @@ def test_metrics(client: Client) -> None:
 def test_limits(model: Path, data: Path) -> None:
     good, _ = good_rows(data)
     with served(ServeOptions(model=model, data=data, max_rows=4, max_body=100_000)) as client:
-        answer = client.post("/v2/models/model/infer", good)
-        assert (answer.status, answer.error) == (413, "the request has 5 rows: send at most 4 at a time")
-        answer = client.post("/score", b" " * 180_000)
-        assert (answer.status, answer.error) == (413, "the body has more than 100000 bytes: send fewer rows at a time")
-
-
-def test_requests_beyond_the_queue_are_told_to_come_back(model: Path, data: Path) -> None:
-    good, _ = good_rows(data)
+        answer = client.post("/v2/models/model/infer", json=good)
+        assert (answer.status_code, error_of(answer)) == (413, "the request has 5 rows: send at most 4 at a time")
+        answer = client.post("/score", content=b" " * 180_000)
+        assert (answer.status_code, error_of(answer)) == (413, "the body has more than 100000 bytes: send fewer rows at a time")
     server = Server(ServeOptions(model=model, data=data, max_queue=7))
-    with listening(server) as (_, address), contextlib.closing(Client(address)) as client:
-        assert client.post("/v2/models/model/infer", good).status == 200
+    with listening(server) as (_, (host, port)), httpx.Client(base_url=f"http://{host}:{port}", timeout=60) as client:
+        assert client.post("/v2/models/model/infer", json=good).status_code == 200
         server.batcher.waiting_rows += 3  # as if others waited
-        answer = client.post("/v2/models/model/infer", good)
-        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-        assert answer.error == "more than 7 rows wait: try again, or start more servers"
+        answer = client.post("/v2/models/model/infer", json=good)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        assert error_of(answer) == "more than 7 rows wait: try again, or start more servers"
         server.batcher.waiting_rows -= 3
-        assert client.post("/v2/models/model/infer", good).status == 200
+        assert client.post("/v2/models/model/infer", json=good).status_code == 200
 
 
-def test_pipelined_and_chunked_requests_are_answered_in_order(client: Client, data: Path) -> None:
+def test_pipelined_and_chunked_requests_are_answered_in_order(client: httpx.Client, data: Path) -> None:
     body = json.dumps(good_rows(data)[0]).encode()
     infer = b"POST /v2/models/model/infer HTTP/1.1\r\n"
     requests = [
@@ -286,7 +218,7 @@ def test_pipelined_and_chunked_requests_are_answered_in_order(client: Client, da
         infer + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n",
         b"GET /v2/health/ready HTTP/1.1\r\nConnection: close\r\n\r\n",
     ]
-    with socket.create_connection((client.connection.host, client.connection.port)) as sock:
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as sock:
         sock.sendall(b"".join(requests * 10))
         with sock.makefile("rb") as answers:
             content = answers.read()
@@ -296,8 +228,8 @@ def test_pipelined_and_chunked_requests_are_answered_in_order(client: Client, da
 
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01 nonsense\r\n\r\n", b"GET /v2 HTTP/1.1\r\nX: " + b"x" * 70_000])
-def test_bytes_that_are_no_request_are_refused(client: Client, sent: bytes) -> None:
-    with socket.create_connection((client.connection.host, client.connection.port)) as sock:
+def test_bytes_that_are_no_request_are_refused(client: httpx.Client, sent: bytes) -> None:
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as sock:
         sock.sendall(sent)
         with sock.makefile("rb") as answer:
             assert answer.readline().startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
@@ -416,11 +348,10 @@ def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp
     aside = data.rename(data.with_name("aside"))
     try:
         with served(ServeOptions(model=model)) as client:
-            answer = client.post("/score", {"rows": []})
-            assert answer.status == 404
-            assert "unavailable without vocabularies: " in answer.error
-            assert "name another with --data" in answer.error
-            assert client.post("/v2/models/model/infer", good_rows(aside)[0]).status == 200
+            answer = client.post("/score", json={"rows": []})
+            assert answer.status_code == 404
+            assert re.search("unavailable without vocabularies: .*name another with --data", error_of(answer))
+            assert client.post("/v2/models/model/infer", json=good_rows(aside)[0]).status_code == 200
     finally:
         aside.rename(data)
     log = tmp_path / "log"
@@ -437,10 +368,11 @@ def test_port_in_use(model: Path) -> None:
             ValueError, match=rf"can't listen on 127.0.0.1:{port} \(Address already in use\): choose another --port"
         ):
             serve(ServeOptions(model=model, port=port))
-    with pytest.raises(ValueError, match="--port is 70000; it must be 0 to 65535"):
-        ServeOptions(model=model, port=70000)
-    with pytest.raises(ValueError, match="--max-rows is 0; it must be at least 1"):
-        ServeOptions(model=model, max_rows=0)
+    for option, value, least in (("--port", 70000, "0<=x<=65535"), ("--max-rows", 0, "x>=1"), ("--reload-seconds", 0, "x>=0.01")):
+        refused = CliRunner().invoke(serve_command, ["--model", "m.pt2", option, str(value)])
+        assert refused.exit_code == 2
+        assert f"Invalid value for '{option}': {value}" in refused.output
+        assert f"is not in the range {least}" in refused.output
 
 
 def test_merged_requests() -> None:

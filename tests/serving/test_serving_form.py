@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from torchrec import KeyedJaggedTensor, PoolingType
 
 import comera_rec as cr
-from comera_rec.cli.main import main
 from comera_rec.nn import TTModule
 from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.rank import truncate_ranks_
@@ -84,29 +82,6 @@ def test_a_tt_layer_keeps_its_values(ranks: int) -> None:
             nn.init.uniform_(rank)
     input = torch.randn(5, 30)
     torch.testing.assert_close(serving_layer(layer)(input), layer(input), rtol=1e-5, atol=1e-5)
-
-
-def test_the_library_lies_beside_the_fast_form(package: Callable[[str], Path]) -> None:
-    assert sorted(path.name for path in package("fast").parent.iterdir()) == ["libcomera_rec.so", "model.pt2"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--output", "{folder}/m.pt2", "--dtype", "int4"], "int4"),
-        (["--output", "{folder}/m.pt2", "--data", "{folder}"], "is not a preprocessed data set"),
-        (["--output", "{folder}/m.pt2", "--checkpoint", "{folder}"], "holds no checkpoint"),
-    ],
-)
-def test_mistakes_leave_nothing(
-    arguments: list[str], message: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["export", "--checkpoint", str(trained), *(argument.format(folder=tmp_path) for argument in arguments)])
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("dense", [3, 0])

@@ -105,6 +105,7 @@ def test_the_server_takes_the_weights_of_its_package(
     assert metadata.run.ne != read_metadata(path).run.ne
 
     async def watch(change: Callable[[], object]) -> None:
+        observed.clear()
         watching = asyncio.create_task(file.watch(0.01))
         change()
         for _ in range(1000):
@@ -122,7 +123,11 @@ def test_the_server_takes_the_weights_of_its_package(
     again = ModelFile(path, data=None, threads=1).current
     assert (again.number, again.model(*request_of(3))[0].tolist()) == (file.current.number, scores.tolist())
 
-    observed.clear()
+    (tmp_path / "broken").write_bytes(b"odd")
+    asyncio.run(watch(lambda: (tmp_path / "broken").rename(path)))
+    assert observed == ["refused"], "the present version stays"
+    torch.testing.assert_close(file.current.model(*request_of(3))[0], scores)
+
     with caplog.at_level(logging.WARNING):
         asyncio.run(watch(lambda: (tmp_path / "new").write_bytes(package("fast").read_bytes()) and (tmp_path / "new").rename(path)))
     assert observed == ["loaded"]

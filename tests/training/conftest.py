@@ -1,4 +1,4 @@
-"""Fixtures: a small preprocessed data set and a config for tests that train."""
+"""The config of a small run, for tests that train."""
 
 from __future__ import annotations
 
@@ -6,40 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.synth import SynthOptions, synth
-
-RUN = """
-output = "{output}"
-seed = 3
-[data]
-path = "{data}"
-batch_size = 128
-shuffle_rows = 512
-[model]
-embedding_dim = 8
-dense_arch = [32]
-over_arch = [32]
-[tables]
-tt_ranks = 4
-min_rows = 100
-[linears]
-tt_ranks = 4
-min_features = 32
-[training]
-steps = 12
-log_every = 3
-checkpoint_every = 6
-"""
-
-
-@pytest.fixture(scope="session")
-def data_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of 4,000 synthetic rows."""
-    folder = tmp_path_factory.mktemp("data_set")
-    synth(SynthOptions(rows=4000, output=folder / "train.txt", seed=1, scale=0.001))
-    preprocess(PreprocessOptions(inputs=(folder / "train.txt",), output=folder / "data"))
-    return folder / "data"
+from tests.conftest import RUN
 
 
 @pytest.fixture

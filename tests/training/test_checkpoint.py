@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from comera_rec.testing import run as run_processes
 from comera_rec.training import checkpoint
-from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
+from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.memory import PeakMemory
+from tests.training.run_folders import save_checkpoint
 
 FORMAT = 2
 RECORD: dict[str, Any] = {"step": 7, "stage": "late", "history": [{"size": None}]}
@@ -130,10 +133,6 @@ def test_a_changed_record_fails_its_checksum(tmp_path: Path) -> None:
     (path / "record.json").write_text(text.replace('"step": 10', '"step": 11'))
     with pytest.raises(ValueError, match=r"cannot be loaded \(record\.json fails its checksum\)"):
         open_checkpoint(path)
-    saved = json.loads(text)
-    (path / "record.json").write_text(json.dumps(saved | {"record": None}))
-    with pytest.raises(ValueError, match=r"cannot be loaded \(record\.json holds no record\): remove it"):
-        open_checkpoint(path)
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
@@ -166,3 +165,50 @@ def test_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=message):
         open_checkpoint(path)
+
+
+WEIGHTS = {"model/weight": torch.ones(3)}
+
+
+def try_to_save(folder: Path, step: int) -> str:
+    try:
+        save_checkpoint(folder, step, {"step": step, "again": True}, WEIGHTS)
+    except OSError as error:
+        return str(error)
+    return "saved"
+
+
+def fail_in_every_way(rank: int, folder: Path) -> list[str]:
+    save_checkpoint(folder, 4, {"step": 4}, WEIGHTS)
+    (folder / "file").touch()
+    messages = [try_to_save(folder / "file" / "checkpoints", 5)]
+    rename = Path.rename
+    if rank == 0:  # when the new checkpoint is complete but has its temporary name
+
+        def fail(path: Path, target: Path) -> Path:
+            if path.suffix == ".partial":
+                raise OSError(28, "No space left on device")
+            return rename(path, target)
+
+        Path.rename = fail  # type: ignore[method-assign, assignment]
+    messages.append(try_to_save(folder, 8))
+    Path.rename = rename  # type: ignore[method-assign]
+    kept = latest_checkpoint(folder)
+    assert kept is not None
+    messages.append(str(open_checkpoint(kept).record))
+    dist.barrier()
+    messages += [try_to_save(folder, 4), str(open_checkpoint(folder / "step_00000004").record)]
+    return messages
+
+
+@pytest.mark.distributed
+def test_all_processes_raise_a_write_error_and_nothing_is_lost(tmp_path: Path) -> None:
+    first, second = run_processes(2, fail_in_every_way, tmp_path)
+    assert first == second
+    no_folder, no_space, kept, again, record = first
+    assert no_folder.startswith("cannot write checkpoint")
+    assert "Not a directory" in no_folder
+    assert "No space left on device" in no_space
+    assert kept == "{'step': 4}"
+    assert (again, record) == ("saved", "{'step': 4, 'again': True}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "step_00000004"]

@@ -10,10 +10,10 @@ import torch
 
 from comera_rec.convert import compression_report, fit_tables_
 from comera_rec.nn import named_tt_modules
-from comera_rec.training import compress
+from comera_rec.training import from_runs
 from comera_rec.training.checkpoint import open_checkpoint
-from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config
+from comera_rec.training.from_runs import compress_run
 from comera_rec.training.runs import load_run
 from comera_rec.training.trainer import Trainer
 from tests.training.run_folders import call
@@ -23,7 +23,7 @@ from tests.training.run_folders import call
 def dense(config_file: Path, tmp_path: Path) -> Path:
     """A dense run of twelve steps."""
     run = tmp_path / "dense"
-    assert call("train", "--config", str(config_file), f"output={run}", "tables.format=dense", "linears.format=dense") == 0
+    assert call("train", "--config", config_file, f"output={run}", "tables.format=dense", "linears.format=dense") == 0
     return run
 
 
@@ -47,7 +47,7 @@ def test_training_continues_from_its_weights(
 ) -> None:
     run = tmp_path / "compressed"
     same = ["tables.tt_ranks=none", "tables.compression=4", f"optimizer.name={optimizer}"]
-    assert call("compress", "--checkpoint", str(dense), "--config", str(config_file), "--output", str(run), *same) == 0
+    assert call("compress", "--checkpoint", dense, "--config", config_file, "--output", run, *same) == 0
     assert "x smaller than dense" in capsys.readouterr().out
     model, _, _ = load_run(run)
     report = compression_report(model)
@@ -60,7 +60,7 @@ def test_training_continues_from_its_weights(
     trainer._resume()
     for name, value in model.state_dict().items():
         assert torch.equal(trainer.model.state_dict()[name], value), name
-    assert call("train", "--config", str(config_file), f"output={run}", *same) == 0
+    assert call("train", "--config", config_file, f"output={run}", *same) == 0
     assert json.loads((run / "result.json").read_text())["steps"] == 12
 
 
@@ -72,7 +72,7 @@ def test_rows_that_were_trained_most_are_approximated_best(
     errors = []
     for weighted in (True, False):
         if not weighted:
-            monkeypatch.setattr(compress, "fit_tables_", lambda *given: fit_tables_(*given[:3]))
+            monkeypatch.setattr(from_runs, "fit_tables_", lambda *given: fit_tables_(*given[:3]))
         same = ["tables.tt_ranks=none", "tables.compression=4", f"output={tmp_path / str(weighted)}"]
         squares = 0.0
         for name, table in named_tt_modules(compress_run(dense, load_config(config_file, same)).model):

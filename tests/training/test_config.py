@@ -32,6 +32,9 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
         {**MINIMAL, "ranks": {"early_steps": 7, "late_steps": 3, "target_size": 0.5}, "tables": {"compression": 50}}
     )
     assert parse_config(config.to_dict()) == config
+    assert load_config(None, ["data.path=data", "output=runs/x", "seed=2"]) == parse_config({**MINIMAL, "seed": 2}), (
+        "without a file"
+    )
 
 
 def test_named_tables_stay_dense() -> None:
@@ -77,16 +80,6 @@ def test_mistakes(change: dict[str, object], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_needs_no_file() -> None:
-    assert load_config(None, ["data.path=data", "output=runs/x", "training.epochs=2"]) == parse_config(
-        {**MINIMAL, "training": {"epochs": 2}}
-    )
-    with pytest.raises(ValueError, match=r"config: output is missing"):
-        load_config(None)
-    with pytest.raises(ValueError, match=r"config: data\.path is missing"):
-        load_config(None, ["output=r"])
-
-
 def test_bad_override_and_bad_file(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('output = "a"\n[data]\npath = "d"\n')
@@ -94,6 +87,8 @@ def test_bad_override_and_bad_file(tmp_path: Path) -> None:
         load_config(path, ["x"])
     with pytest.raises(ValueError, match="output is a value, not a section"):
         load_config(path, ["output.x=1"])
+    with pytest.raises(ValueError, match=r"config: output is missing"):
+        load_config(None)
     path.write_text("output = ")
     with pytest.raises(ValueError, match=r"run\.toml can't be parsed"):
         load_config(path)

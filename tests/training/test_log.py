@@ -31,28 +31,15 @@ def test_lines_after_the_step_are_dropped(tmp_path: Path) -> None:
         assert steps(tmp_path, "eval") == list(range(1, 8 if evaluated else 7))
 
 
-def test_a_run_killed_while_lines_are_dropped_keeps_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_half(path: Path, text: str) -> int:
-        with path.open("w") as file:
-            file.write(text[: len(text) // 2])
-        raise KeyboardInterrupt
-
-    (tmp_path / "metrics.jsonl").write_text(LINES)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", write_half)
-        with pytest.raises(KeyboardInterrupt):
-            MetricsLog(tmp_path, 499)
-    assert (tmp_path / "metrics.jsonl").read_text() == LINES
-
-
 def test_lines_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for shown in (True, False):  # process 0, and another
         seconds = iter([0.0, 4.0, 10.0, 12.0, 30.0])
         monkeypatch.setattr(log_module.time, "monotonic", lambda seconds=seconds: next(seconds))
-        with Progress("first", 20, 2_000, shown=shown) as progress:
-            for step in (30, 40, 50, 60):  # after 4, 10, 12 and 30 seconds
-                progress.step()
-                progress.observe(step, 1 / step)
+        progress = Progress("first", 20, 2_000, shown=shown)
+        for step in (30, 40, 50, 60):  # after 4, 10, 12 and 30 seconds
+            progress.step()
+            progress.observe(step, 1 / step)
+        progress.close()
         assert capsys.readouterr().err.splitlines() == shown * [
             "first: resuming from step 20 of 2,000",
             "first: step 40 of 2,000, loss 0.0250, 0.5 s a step",

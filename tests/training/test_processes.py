@@ -6,25 +6,22 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from comera_rec.cli.main import main
 from comera_rec.distributed import WORLD
 from comera_rec.testing import run as run_processes
-from comera_rec.training import checkpoint
-from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint
+from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import evaluate
 from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.runs import load_run
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Trainer
-from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, lines, losses, tensors
+from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, lines, losses, tensors, weights
 
 pytestmark = pytest.mark.distributed
 
@@ -38,36 +35,48 @@ def train(rank: int, config_file: Path, *runs: list[str]) -> list[dict[str, Any]
     return [Trainer(load_config(config_file, overrides)).train() for overrides in runs]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [HOT_ROWS, DENSE, ["tables.format=off"]],
-    ids=["hot rows", "dense", "off"],
-)
-def test_a_resumed_run_equals_an_unbroken_one_and_one_process_loads_it(
-    config_file: Path, tmp_path: Path, overrides: list[str]
+def train_on(processes: int, *arguments: Any) -> list[dict[str, Any]]:
+    """Train runs on a number of processes, which all have the same results."""
+    first, *others = run_processes(processes, train, *arguments) if processes > 1 else [train(0, *arguments)]
+    assert all(other == first for other in others)
+    return first
+
+
+FORMATS = {"hot rows": HOT_ROWS, "adagrad": ["optimizer.name=adagrad"], "dense": DENSE, "off": ["tables.format=off"]}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_holds(
+    config_file: Path, tmp_path: Path, name: str, processes: int
 ) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
-    in_two = [*overrides, f"output={part}"]
-    first, second = run_processes(2, train, config_file, [*overrides, f"output={whole}"], [*in_two, "training.steps=6"], in_two)
-    assert first == second
-    result, resumed = first[0], first[2]
-    assert result["processes"] == 2
-    for kind in ("train", "ranks", "eval"):
-        assert lines(part, kind)[-2:] == lines(whole, kind)[-2:], kind
-    assert [resumed[name] for name in ("auc", "ne", "params", "bytes")] == [
-        result[name] for name in ("auc", "ne", "params", "bytes")
-    ]
+    once, in_two = ([*FORMATS[name], f"output={folder}"] for folder in (whole, part))
+    result, _, resumed, again = train_on(processes, config_file, once, [*in_two, "training.steps=6"], in_two, once)
+    assert result == again, "a finished run is left alone"
+    assert (result["processes"], len(lines(whole, "eval"))) == (processes, 2)
+    for kind in ("train", "ranks"):
+        assert lines(part, kind) == lines(whole, kind), kind
+    assert lines(part, "eval")[-2:] == lines(whole, "eval")
+    same = ("auc", "ne", "logloss", "params", "bytes")
+    assert [resumed[key] for key in same] == [result[key] for key in same]
     assert_close(tensors(part), tensors(whole))
-    assert any(name.startswith("optimizer/") for name in tensors(whole))
+    assert any(key.startswith("optimizer/") for key in tensors(whole))
+    assert any((whole / "tensorboard").iterdir())
 
+    state = weights(whole)
+    for layer in result["layers"]:
+        of_layer = [tensor for key, tensor in state.items() if key.rpartition(".")[0] == layer["name"]]
+        assert layer["params"] == sum(tensor.numel() for tensor in of_layer), layer["name"]
+        assert layer["bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in of_layer), layer["name"]
     model, config, _ = load_run(whole)
-    assert sum(parameter.numel() for parameter in model.parameters()) == result["params"]
-    again = evaluate(model, Trainer(config)._batches("test", shuffle=False), torch.device("cpu"))
-    assert again["rows"] == result["rows"]
-    assert again["auc"] == pytest.approx(result["auc"], abs=1e-6)
-    if overrides == HOT_ROWS:
+    assert result["params"] == sum(parameter.numel() for parameter in model.parameters())
+    evaluated = evaluate(model, Trainer(config)._batches("test", shuffle=False), torch.device("cpu"))
+    assert evaluated["rows"] == result["rows"]
+    assert (evaluated["auc"], evaluated["ne"]) == pytest.approx((result["auc"], result["ne"]), rel=1e-5)
+    if name == "hot rows":
         history = lines(whole, "ranks")
-        assert history[-1]["stage"] == "done"
+        assert [history[0]["stage"], history[-1]["stage"]] == ["early", "done"]
         assert 0.97 * history[-1]["target_params"] <= history[-1]["params"] <= history[-1]["target_params"] + 1
 
 
@@ -112,21 +121,6 @@ def test_two_processes_start_from_the_initial_values_of_one(config_file: Path, t
             assert torch.equal(values, initial[name]), name
 
 
-def test_two_processes_resume_what_one_process_compressed(config_file: Path, tmp_path: Path) -> None:
-    dense, small = tmp_path / "dense", tmp_path / "small"
-    same = ["tables.tt_ranks=none", "tables.compression=4"]
-    train(0, config_file, [*DENSE, f"output={dense}"])
-    with pytest.raises(SystemExit):
-        main(["compress", "--checkpoint", str(dense), "--config", str(config_file), "--output", str(small), *same])
-    before = tensors(small)
-    run_processes(2, resume_and_save, config_file, [*same, f"output={small}"])
-    assert latest_checkpoint(small / "checkpoints") == small / "checkpoints" / "step_00000000"
-    after = tensors(small)
-    assert all(torch.equal(value, after[name]) for name, value in before.items() if name.startswith("model/"))
-    (result,), _ = run_processes(2, train, config_file, [*same, f"output={small}"])
-    assert result["steps"] == 12
-
-
 CONTROLS = {
     "clipping and weight decay": [
         "training.clip_grad_norm=0.1", "optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1",
@@ -146,7 +140,7 @@ def test_controls_on_two_processes_equal_those_on_one(config_file: Path, tmp_pat
     on_one = train(0, config_file, *runs("one"))
     for overrides in runs("two"):
         Trainer(load_config(config_file, overrides)).save()  # dense tables that TorchRec builds would start with other values
-    on_two, _ = run_processes(2, train, config_file, *runs("two"))
+    on_two = train_on(2, config_file, *runs("two"))
     for name, one, two in zip(CONTROLS, on_one, on_two, strict=True):
         folders = [tmp_path / name / processes for processes in ("one", "two")]
         assert losses(folders[1]) == pytest.approx(losses(folders[0]), rel=1e-5), name
@@ -208,27 +202,6 @@ def test_asynchronous_checkpoints_are_those_of_their_step(config_file: Path, tmp
     run_processes(2, train, config_file, *runs)
     for step in (2, 8, 12):
         assert_close(tensors(tmp_path / "true", step), tensors(tmp_path / "false", step))
-
-
-def test_steps_continue_while_a_checkpoint_is_written(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    further, save, step = threading.Event(), checkpoint.save_checkpoint, Trainer._step
-    waited = []
-
-    def slow(*args: Any, **options: Any) -> Path:
-        waited.append(further.wait(60))
-        return save(*args, **options)
-
-    def noted(self: Trainer, batches: Any) -> torch.Tensor:
-        if self.steps == 3:
-            further.set()
-        return step(self, batches)
-
-    monkeypatch.setattr(checkpoint, "save_checkpoint", slow)
-    monkeypatch.setattr(Trainer, "_step", noted)
-    trainer = Trainer(load_config(config_file, ASYNCHRONOUS))
-    trainer.train()
-    assert all(waited)
-    assert checkpoint_at(trainer.checkpoints, 2)
 
 
 def test_a_failed_write_ends_the_run_at_the_next_step(config_file: Path, tmp_path: Path) -> None:

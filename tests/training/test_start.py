@@ -74,11 +74,6 @@ def test_hot_rows_are_for_ids_of_which_few_make_up_most_lookups(
     assert [bool(getattr(table, "hot_rows", ())) for table in tables] == [has_hot_rows, has_hot_rows, False]
 
 
-def test_a_data_set_without_vectors_says_what_to_do(config_file: Path) -> None:
-    with pytest.raises(ValueError, match="preprocess with --order similarity"):
-        Trainer(load_config(config_file, ["tables.start=vectors"]))
-
-
 @pytest.mark.parametrize("hot_rows", [(), ((20, 4),)])
 def test_a_table_starts_from_what_it_can_represent(hot_rows: tuple[tuple[int, int], ...]) -> None:
     vectors = torch.kron(torch.randn(20, 1, 8), torch.ones(1, 30, 1)).flatten(0, 1)  # 20 groups of 30 equal ids

@@ -5,18 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_folders import RANKS, tensors
 
-from comera_rec.cli.main import main
 from comera_rec.nn import TTTable
 from comera_rec.training.runs import load_run
 from data_pipeline.manifest import read_manifest
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main([str(each) for each in arguments])
-    return int(stop.value.code or 0)
+from tests.training.run_folders import RANKS, call, tensors
 
 
 @pytest.fixture(scope="module")

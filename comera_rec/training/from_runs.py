@@ -1,0 +1,121 @@
+"""Starts of runs from other ones: of a compressed run from a trained dense one, by TT-SVD, or of a run on later data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from comera_rec.convert import fit_tables_
+from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
+from comera_rec.training.checkpoint import latest_checkpoint
+from comera_rec.training.checkpoint_reader import Checkpoint
+from comera_rec.training.config import RunConfig, parse_config
+from comera_rec.training.model import Schema, build_model
+from comera_rec.training.runs import CHECKPOINTS, open_run, require_data, require_successor
+from comera_rec.training.trainer import Trainer
+from data_pipeline.errors import UserError
+from data_pipeline.manifest import read_manifest
+
+
+def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
+    """Write a run's first checkpoint from the weights of a trained dense one; `comera train` resumes from it.
+
+    All tables share the size that `tables.compression` (or the given ranks) allows; their singular values decide how much each
+    gets. A row's errors are weighted by its squared gradients, which the dense tables' Adagrad has summed up. The dense model is
+    mapped from temporary files, so memory holds only one table's blocks and the compressed model.
+
+    Args:
+        dense: folder of a run with dense tables on the same data.
+        config: the compressed run; its output must hold no checkpoint yet.
+
+    Raises:
+        ValueError: if there is no such checkpoint, the output holds one already, or the two runs differ in data, format or sizes.
+
+    Returns:
+        The compressed run, at step 0.
+    """
+    if config.tables.format != "tt":
+        raise UserError(f"tables.format is {config.tables.format!r}: compressing needs 'tt', so set tables.format=tt")
+    if latest_checkpoint(Path(config.output) / CHECKPOINTS) is not None:
+        raise UserError(f"{config.output} holds checkpoints already: give a new output")
+    checkpoint = open_run(dense)
+    schema = Schema.from_dict(checkpoint.record["schema"])
+    if config.model != parse_config(checkpoint.record["config"]).model:
+        raise UserError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
+    model = build_model(config, schema)
+    dense_weights = {name.removeprefix("model/"): value for name, value in _read(checkpoint, "model/").items()}
+    importance = {name.split("/")[1]: sums for name, sums in _read(checkpoint, "tables/", "/momentum1").items()}
+    copy_weights_(model, dense_weights, importance)
+    trainer = Trainer(config, model)
+    require_data(dense, schema, config.data.path, trainer.schema)
+    return _save_start(trainer)
+
+
+def _save_start(trainer: Trainer) -> Trainer:
+    trainer.save()
+    trainer.writer.wait()
+    return trainer
+
+
+def _read(checkpoint: Checkpoint, prefix: str, suffix: str = "") -> dict[str, Tensor]:
+    return checkpoint.read([name for name in checkpoint.sizes if name.startswith(prefix) and name.endswith(suffix)])
+
+
+@torch.no_grad()
+def copy_weights_(model: nn.Module, dense: dict[str, Tensor], importance: dict[str, Tensor]) -> None:
+    """Give a model the weights of its dense twin: TT modules by TT-SVD, all tables within their present size, the rest copied.
+
+    `importance` has the weights of the squared errors of a table's rows, by the table's name.
+    """
+    tt_modules = dict(named_tt_modules(model))
+    tables = {name: module for name, module in tt_modules.items() if isinstance(module, TTEmbeddingBag)}
+    blocks = {block for table in tables.values() for block in table.hot_blocks()}
+    weights = [_dense_weight(name, module, dense) for name, module in tables.items()]
+    budget = sum(parameter.numel() for table in tables.values() for parameter in table.parameters())
+    fit_tables_(list(tables.values()), weights, budget, [importance.get(name.rpartition(".")[2]) for name in tables])
+    for name, module in tt_modules.items():
+        if name not in tables and module not in blocks:
+            module.set_dense_matrix_(_dense_weight(name, module, dense).mT)
+    for key, value in model.state_dict().items():
+        name, _, kind = key.rpartition(".")
+        if name not in tt_modules or not kind.startswith(("core_", "rank_")):
+            value.copy_(dense[key])
+
+
+def _dense_weight(name: str, module: TTModule, dense: dict[str, Tensor]) -> Tensor:
+    """Return the dense weight that a TT module replaces, by the names of `TTEmbeddingBagCollection` and `TTLinear`."""
+    key = f"{name}.weight"
+    if isinstance(module, TTEmbeddingBag):
+        collection, _, table = name.rpartition(".tt_bags.")
+        key = f"{collection}.dense_bags.embedding_bags.{table}.weight"
+    if key not in dense:
+        raise UserError(f"the dense checkpoint holds no {key}: give a run trained with tables.format=dense linears.format=dense")
+    return dense[key]
+
+
+def start_after(run: Path, config: RunConfig) -> None:
+    """Write a run's first checkpoint, from which `Trainer` resumes; keep the run's last one if there is one.
+
+    Known ids keep their rows and the optimizer's state. A dense table gets an initial row for each new id. A TT table keeps its
+    cores while they have room for the ids; beyond that its first core gets slices, as an id's first digit is the most significant.
+
+    Args:
+        run: folder of a run; its best checkpoint if it keeps that, or else its last.
+        config: the new run, with the same model, tables, layers, optimizer and ranks.
+
+    Raises:
+        ValueError: if there is no such checkpoint, the configs differ, or the data doesn't extend the run's vocabularies.
+    """
+    if latest_checkpoint(Path(config.output) / CHECKPOINTS) is not None:
+        return
+    checkpoint = open_run(run)
+    schema = Schema.from_manifest(read_manifest(config.data.path))
+    require_successor(config, schema, run, checkpoint.record)
+    torch.manual_seed(config.seed)
+    trainer = Trainer(config, build_model(config, schema))
+    trainer.state.load(checkpoint, grown=True)
+    if trainer.scheduler:
+        trainer.scheduler.load_state_dict(checkpoint.record["scheduler"])
+    _save_start(trainer)
