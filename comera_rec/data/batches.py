@@ -186,9 +186,9 @@ class ParquetBatches(IterableDataset[Batch]):
         shares = [(self.rows * reader // readers, self.rows * (reader + 1) // readers) for reader in local_readers]
         count = self.batches_per_epoch(workers)
         for parts in zip(*(self._parts(epoch, share, first, count) for share in shares), strict=True):
-            yield _concatenated(parts)
+            yield _concatenated(list(itertools.chain.from_iterable(parts)))
 
-    def _parts(self, epoch: int, share: tuple[int, int], first: int, count: int) -> Iterator[pa.RecordBatch]:
+    def _parts(self, epoch: int, share: tuple[int, int], first: int, count: int) -> Iterator[list[pa.RecordBatch]]:
         """Yield the rows that a reader gives to batches first, first + 1, ... of `count`."""
         size = self._rows_of_a_reader()
 
@@ -201,15 +201,16 @@ class ParquetBatches(IterableDataset[Batch]):
         chunks = self._chunks(epoch, share, position)
         if first == count:  # resumed at the epoch's end
             return
-        chunk = next(chunks)
+        chunk, taken = next(chunks), 0
         for batch in range(first, count):
             parts, missing, position = [], end(batch) - position, end(batch)
             while missing:
-                chunk = chunk if len(chunk) else next(chunks)
-                parts.append(chunk.slice(0, missing))
-                chunk = chunk.slice(missing)
-                missing -= len(parts[-1])
-            yield _concatenated(parts)
+                if taken == chunk.num_rows:
+                    chunk, taken = next(chunks), 0
+                parts.append(chunk.slice(taken, missing))
+                taken += parts[-1].num_rows
+                missing -= parts[-1].num_rows
+            yield parts
 
     def _chunks(self, epoch: int, share: tuple[int, int], skip: int) -> Iterator[pa.RecordBatch]:
         """Yield a reader's share of an epoch's rows from its row `skip` on, buffer by buffer, permuted within each."""
