@@ -25,14 +25,13 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from data_pipeline.atomic import refuse_overlap, replacing
-from data_pipeline.count_pass import pass_over
 from data_pipeline.encoder import Flat, flatten, open_encoder, schema_of_new_logs
 from data_pipeline.errors import UserError
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
 from data_pipeline.options import PassOptions
-from data_pipeline.parse import PartRecord
 from data_pipeline.parts import Part, count_parts
+from data_pipeline.passes import PartRecord, pass_over
 from data_pipeline.pool import on_executor, open_job
 from data_pipeline.shards import Encoder
 from data_pipeline.splits import Splitting
@@ -122,12 +121,12 @@ def _apply_to_log(
         ),
     ):
         work = partial(_apply_to_part, function, encoder)
-        (records,) = pass_over(job, schedule, work, AppliedPart, folder="shards", description="scoring")
-        _join(job.work, [*records.values()], options.output, "line", job.first_line(0))
-    return [*records.values()], workers
+        records = [*pass_over(job, schedule, work, AppliedPart, folder="shards", description="scoring").values()]
+        _join(job.work, records, options.output, "line", job.first_line(0))
+    return records, workers
 
 
-def _apply_to_part(function: Function, encoder: Encoder, job: Job, part: Part) -> AppliedPart:
+def _apply_to_part(function: Function, encoder: Encoder, job: Job, part: Part, _: None) -> AppliedPart:
     starts, labels = [np.empty(0, np.int64)], [np.empty((len(job.schema.labels), 0), np.int8)]
     record = PartRecord(last=part.last)
 

@@ -55,28 +55,6 @@ class Parsed:
         return len(self.starts)
 
 
-@dataclass(kw_only=True)
-class PartRecord:
-    """What a pass counts in a part, block by block: lines, well-formed rows, rejected lines, and why the first were rejected.
-
-    reasons: as (line of the part from 0, reason).
-    last: the log ends with this part.
-    """
-
-    last: bool
-    lines: int = 0
-    rows: int = 0
-    rejected: int = 0
-    reasons: tuple[tuple[int, str], ...] = ()
-
-    def add(self, parsed: Parsed) -> None:
-        """Count a block."""
-        self.lines += parsed.lines
-        self.rows += parsed.rows
-        self.rejected += parsed.rejected
-        self.reasons += parsed.reasons[: REASONS_KEPT - len(self.reasons)]
-
-
 def parse(text: bytes | memoryview, schema: LogSchema) -> Parsed:
     """Parse whole lines, each ending with a newline (\\n or \\r\\n)."""
     whole = np.frombuffer(text, np.uint8)

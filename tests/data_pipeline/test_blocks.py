@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_pipeline.counts import count_part
+from data_pipeline.counts import GroupCounter
 from data_pipeline.parse import Parsed
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.tables import json_types, parse_table, parse_text, table_blocks, text_blocks
@@ -95,17 +95,13 @@ def test_blocks_together_contain_the_whole(form: str, block_bytes: int) -> None:
 
 
 def test_moments_of_several_blocks_are_those_of_one(tmp_path: Path) -> None:
-    def counts(blocks: Iterator[Parsed], name: str) -> list[tuple[float, ...]]:
-        rows_of = lambda parsed, first: (slice(None), slice(0, 0))  # noqa: E731
-        counted = count_part(blocks, SCHEMA, tmp_path / name, rows_of=rows_of, last=True, counted=())
-        assert counted.rows == 300
-        return [
-            (column.missing, column.min or 0, column.max or 0, column.sum, column.deviations) for column in counted.train.integers
-        ]
-
-    apart = counts(table_blocks(TABLE, SCHEMA, block_bytes=2000), "blocks")
+    counter = GroupCounter(tmp_path / "run", SCHEMA, ())
+    for block in table_blocks(TABLE, SCHEMA, block_bytes=2000):
+        counter.add(block, slice(None))
+    counted = counter.finish()
+    assert (counted.rows, [column.missing for column in counted.integers]) == (300, [0, 28])
     prices, numbers = TABLE["price"].to_numpy(), TABLE["count"].drop_null().to_numpy().astype(np.float64)
-    assert [counted[0] for counted in apart] == [0, 28]
-    for counted, values in zip(apart, (prices, numbers), strict=True):
-        np.testing.assert_array_equal(counted[1:3], (values.min(), values.max()))
-        np.testing.assert_allclose(counted[3:], (values.sum(), values.var() * len(values)), rtol=1e-9)
+    for column, values in zip(counted.integers, (prices, numbers), strict=True):
+        assert (column.min, column.max) == (values.min(), values.max())
+        moments = column.sum, column.deviations
+        np.testing.assert_allclose(moments, (values.sum(), values.var() * len(values)), rtol=1e-9)

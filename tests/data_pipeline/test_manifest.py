@@ -12,6 +12,7 @@ from random_logs import random_rows
 
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.verify import verify
 
 
 @pytest.fixture
@@ -70,8 +71,11 @@ def test_stated_rows(data: Path) -> None:
     with pytest.raises(ValueError, match="split train states 40 rows, but its shards 39"):
         check_shards(read_manifest(data), data)
     edit(data, lambda m: m["splits"]["train"].update(rows=39))
+    with pytest.raises(ValueError, match="shards hold 49 of input rows 0 to 50; expected all rows from 0 on"):
+        verify(read_manifest(data), data)
+    edit(data, lambda m: m["splits"]["val"].update(rows=6) or m["splits"]["val"]["shards"][0].update(rows=6))
     with pytest.raises(ValueError, match="has 40 rows, but the manifest states 39"):
-        check_shards(read_manifest(data), data, contents=True)
+        verify(read_manifest(data), data)
 
 
 @pytest.mark.parametrize("path", ["../other/part-00000.parquet", "train/../../x", "/etc/passwd"])

@@ -184,7 +184,7 @@ def test_sums_of_weights_and_labels(tmp_path: Path) -> None:
     manifest = preprocess(options)
     assert manifest.weight is not None
     means = manifest.weight.split_means | {"test": 0.5}
-    with pytest.raises(ValueError, match=r"test holds weights that sum to .*, but their mean is stated as 0.5"):
+    with pytest.raises(ValueError, match=r"test holds weights that sum to .*, but the mean of w is stated as 0.5"):
         verify(replace(manifest, weight=replace(manifest.weight, split_means=means)), options.output)
     buy = replace(manifest.other_labels[0], split_means=manifest.other_labels[0].split_means | {"val": 0.9})
     with pytest.raises(ValueError, match=r"val holds .* labels of 1, but the mean of buy is stated as 0\.9"):
