@@ -91,25 +91,13 @@ def _fit(
     return replace(described, **vocabulary, min_count=min_count, vocabulary=file, table=table)
 
 
-def extend_vocabulary(
-    column: CategoricalColumn,
-    values: Iterable[Counted],
-    *,
-    key_dtype: np.dtype,
-    max_ids: int | None,
-    room: int,
-    known: Path,
-    data: Path,
-    work: Path,
-) -> CategoricalColumn:
+def extend_vocabulary(job: Job, column: CategoricalColumn, known: Path, values: Iterable[Counted]) -> CategoricalColumn:
     """Write a column's vocabulary and table with the values of new logs that are frequent enough.
 
     Args:
         column: from the known data set; it has a vocabulary.
-        values, key_dtype, work: as for `data_pipeline.vocabulary.ranked`, for the new logs.
-        max_ids: the most values that get an id, known ones included; None for no limit.
-        room: the most bytes of the known table to hold in memory.
         known: the known data set's folder.
+        values: of the new logs, as for `data_pipeline.vocabulary.ranked`.
 
     Returns:
         The column with its new files, or unchanged if there are no new values.
@@ -120,10 +108,11 @@ def extend_vocabulary(
     assert column.vocabulary, "only columns with a vocabulary are extended"
     assert column.table, "which is written with the vocabulary"
     known_rows, vocabulary = column.vocabulary.rows, check_file(column.vocabulary, known)
-    id_source = TableIds(check_file(column.table, known), key_dtype, room)
+    dtype, max_ids = job.schema.key_dtype, job.schema.column_of(column.name).max_ids
+    id_source = TableIds(check_file(column.table, known), dtype, job.options.table_bytes // job.options.threads)
     most = None if max_ids is None else max(0, max_ids - known_rows)
-    new_values = _without_id(values, id_source)
-    with ranked(column.name, new_values, key_dtype=key_dtype, min_count=column.min_count, most=most, work=work) as new:
+    new_values, work = _without_id(values, id_source), job.work.path / "tables"
+    with ranked(column.name, new_values, key_dtype=dtype, min_count=column.min_count, most=most, work=work) as new:
         if not new.rows:
             return column
         rows = known_rows + new.rows
@@ -135,7 +124,7 @@ def extend_vocabulary(
                 yield group.column("value").to_numpy(), group.column("count").to_numpy()
             yield from new.blocks()
 
-        file, table = write_vocabulary(column.name, blocks, rows, key_dtype=key_dtype, data=data)
+        file, table = write_vocabulary(column.name, blocks, rows, key_dtype=dtype, data=job.work.data)
     return replace(column, num_embeddings=rows + 1, vocabulary=file, table=table, grown=(*column.grown, column.num_embeddings))
 
 

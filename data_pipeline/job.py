@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from data_pipeline.manifest import SPLITS
 from data_pipeline.options import PassOptions
-from data_pipeline.parse import Parsed, parse_blocks, truncate_lists
+from data_pipeline.parse import Parsed, truncate_lists
 from data_pipeline.parts import Part, Skip, parquet_names, read_parts
 from data_pipeline.schema import LogSchema
 from data_pipeline.sources import LogIdentity
@@ -42,28 +42,26 @@ class Job:
 
     def blocks(self, part: Part) -> Iterator[Parsed]:
         """Parse a part block by block, without a header line; `starts` are positions in the whole log."""
-        start = part.start
         if isinstance(part.content, pa.Table):
             blocks = table_blocks(part.content, self.schema)
         else:
-            header = 0
+            begin = 0
             if not part.start:
-                header = part.content.find(b"\n") + 1 if self._has_header() else len(BOM) * part.content.startswith(BOM)
-            blocks, start = self._text_blocks(part.content, header, self.layouts[part.log]), part.start + header
+                begin = part.content.find(b"\n") + 1 if self._has_header() else len(BOM) * part.content.startswith(BOM)
+            blocks = text_blocks(part.content, self.schema, self._arrow_layout(part, begin), begin=begin)
         for parsed in blocks:
-            yield truncate_lists(replace(parsed, starts=parsed.starts + start), self.schema)
+            yield truncate_lists(replace(parsed, starts=parsed.starts + part.start), self.schema)
 
     def _has_header(self) -> bool:
         return self.schema.header and self.schema.format != "jsonl"
 
-    def _text_blocks(self, content: bytearray, header: int, layout: Layout | None) -> Iterator[Parsed]:
+    def _arrow_layout(self, part: Part, begin: int) -> Layout | None:
+        """Return the layout of a text that Arrow must read; None if `data_pipeline.parse` can."""
+        content, layout = part.content, self.layouts[part.log]
         names = tuple(column.source for column in self.schema.columns)
         has_lone_returns = content.count(b"\r") != content.count(b"\r\n")
-        is_plain = self.schema.format != "csv" or not (has_lone_returns or content.find(b'"', header) >= 0)
-        text = memoryview(content)[header:]
-        if self.schema.is_plain_text and is_plain and layout in (None, names):
-            return parse_blocks(text, self.schema)
-        return text_blocks(text, self.schema, names if layout is None else layout)
+        is_plain = self.schema.format != "csv" or not (has_lone_returns or content.find(b'"', begin) >= 0)
+        return None if self.schema.is_plain_text and is_plain and layout in (None, names) else layout or names
 
     def first_line(self, log: int) -> int:
         """Return the line number of a log's first row: 2 after a header line, else 1."""

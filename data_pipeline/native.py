@@ -85,12 +85,6 @@ class Columns(ctypes.Structure):
     )  # fmt: skip
 
 
-class Block(ctypes.Structure):
-    """`Block` of parse.cpp."""
-
-    _fields_ = (("bytes", _int), ("lines", _int), ("elements", _int))
-
-
 def _function(name: str, *arguments: Any) -> Any:
     function = _library[name]
     function.argtypes, function.restype, function.errcheck = arguments, _int, _refuse_wrong_sizes
@@ -111,11 +105,9 @@ def _by_key_dtype(name: str, *arguments: Any) -> dict[np.dtype, Any]:
 
 
 parse = _by_key_dtype("parse", Array, _pointer(Schema), _pointer(Columns))
-measure_block = _function("measure_block", Array, Array, _int, _int, _int, _pointer(Block))
 read_integers, read_labels, read_hex_digits, hash_texts = (
     _function(name, *[Array] * 4) for name in ("read_integers", "read_labels", "read_hex_digits", "hash_texts")
 )
-longest_line = _function("longest_line", Array)
 merge_runs = _by_key_dtype("merge_runs", *[Array] * 6)
 insert = _by_key_dtype("insert", Array, Array, _int, _int, _int)
 release_pages = _function("release_pages", Array)

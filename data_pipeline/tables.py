@@ -1,4 +1,4 @@
-"""Parsing of formats beyond `data_pipeline.parse`, with Arrow: quoted CSV, named columns in any order, JSON lines, Parquet.
+"""Parsing of logs block by block: by `data_pipeline.parse`, or with Arrow quoted CSV, columns in any order, JSON lines, Parquet.
 
 Each line is a row. A value that doesn't end on its line, such as a quoted text with a line break, is malformed. Arrow refuses a
 block as a whole, so a refused block is halved, down to the lines that are malformed.
@@ -20,12 +20,14 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 
 from data_pipeline.cells import is_list, to_parsed
-from data_pipeline.parse import BLOCK_BYTES, REASONS_KEPT, Parsed, measure
+from data_pipeline.parse import REASONS_KEPT, Parsed, array_bytes, count_cells, parse
 from data_pipeline.schema import Column, LogSchema
 
 Layout: TypeAlias = "tuple[str, ...] | pa.Schema"
 """Column names in the order of a line, or the types of JSON's columns by name."""
 
+# Bytes of arrays that hold a block: few enough to bound memory, yet enough that the overhead of calls is small.
+BLOCK_BYTES = 16 << 20
 _ARRAYS_PER_TEXT = 8  # bytes of a block's arrays per byte of text: Arrow and the search for quotes hold several arrays
 _COPIES = 4  # of a cell's bytes, between Parquet's array and the hashes
 _NUMBER_BYTES = 8 + 1  # of a number or key and its missing flag
@@ -70,22 +72,29 @@ def _json_type(values: list[Any], column: Column) -> pa.DataType:
     return pa.float64()
 
 
-def text_blocks(text: memoryview, schema: LogSchema, layout: Layout, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
-    """Parse whole lines in blocks, each of as many lines as arrays of `block_bytes` hold, but at least one.
+def text_blocks(
+    text: bytes | bytearray, schema: LogSchema, layout: Layout | None, *, begin: int = 0, block_bytes: int = BLOCK_BYTES
+) -> Iterator[Parsed]:
+    """Parse whole lines in blocks, whose arrays take at most `block_bytes` unless a block is a single line.
 
-    `starts` and the lines of `reasons` count from the text's beginning.
+    Args:
+        layout: None if `data_pipeline.parse` reads the lines.
+        begin: where the first line begins; `starts` count from the text's beginning, the lines of `reasons` from this line.
     """
-    begin = lines = 0
-    while begin < len(text):
-        window = bytes(text[begin : begin + block_bytes // _ARRAYS_PER_TEXT])
-        end = window.rfind(b"\n") + 1
-        if not end:  # one long line
-            window = bytes(text[begin:])
-            end = window.find(b"\n") + 1
-        block = window[: measure(np.frombuffer(window, np.uint8)[:end], schema, block_bytes).bytes]
-        parsed = parse_text(block, schema, layout)
+    room, lines = (block_bytes // _ARRAYS_PER_TEXT if layout else block_bytes), 0
+    waiting = [(begin, len(text))] if begin < len(text) else []
+    while waiting:
+        begin, end = waiting.pop()
+        middle = (begin + end) // 2
+        cut = text.rfind(b"\n", begin, middle) + 1 or text.find(b"\n", middle, end - 1) + 1
+        block = np.frombuffer(text, np.uint8, end - begin, begin)
+        counts = count_cells(block, schema) if end - begin <= room or not cut else (0, 0)
+        if cut and not (counts[0] and array_bytes(schema, *counts) <= block_bytes):
+            waiting += [(cut, end), (begin, cut)]
+            continue
+        parsed = parse_text(bytes(block), schema, layout) if layout else parse(block, schema, counts)
         yield _shifted(parsed, begin, lines)
-        begin, lines = begin + len(block), lines + parsed.lines
+        lines += parsed.lines
 
 
 def table_blocks(table: pa.Table, schema: LogSchema, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
-from data_pipeline.counts import GroupCounts
 from data_pipeline.encoder import open_encoder, schema_of_new_logs
 from data_pipeline.errors import UserError
 from data_pipeline.fit import extend_vocabulary, fit_counted
@@ -25,7 +23,6 @@ from data_pipeline.job import Job
 from data_pipeline.manifest import (
     MANIFEST_NAME,
     SPLITS,
-    CategoricalColumn,
     Manifest,
     Shard,
     Transformed,
@@ -36,7 +33,6 @@ from data_pipeline.manifest import (
 )
 from data_pipeline.options import PassOptions
 from data_pipeline.pool import Schedule, open_job
-from data_pipeline.runs import Counted
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Splitting
 from data_pipeline.work import Tell
@@ -94,7 +90,12 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
         raise UserError("`input` holds no well-formed lines; give logs with rows to encode")
     bounds = split_bounds(job, parts)
     if job.counted:
-        source = replace(source, categorical_columns=_extended(job, source, data, train_and_rest(job, parts, bounds[0])))
+        known = source.categorical_columns
+        extended = fit_counted(
+            job, train_and_rest(job, parts, bounds[0]), lambda number, values: extend_vocabulary(job, known[number], data, values)
+        )
+        columns = tuple(extended.get(number, column) for number, column in enumerate(known))
+        source = replace(source, categorical_columns=columns)
     for column in source.categorical_columns:
         for file in (column.vocabulary, column.table, column.vectors):
             if file and not (job.work.data / file.path).exists():
@@ -114,26 +115,6 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
         ),
         **describe_rows(job, parts, written),
     )
-
-
-def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[GroupCounts]) -> tuple[CategoricalColumn, ...]:
-    """Return the data set's categorical columns, with extended vocabularies."""
-
-    def extend(number: int, values: Iterable[Counted]) -> CategoricalColumn:
-        column = source.categorical_columns[number]
-        return extend_vocabulary(
-            column,
-            values,
-            key_dtype=job.schema.key_dtype,
-            max_ids=job.schema.column_of(column.name).max_ids,
-            room=job.options.table_bytes // job.options.threads,
-            known=data,
-            data=job.work.data,
-            work=job.work.path / "tables",
-        )
-
-    extended = fit_counted(job, groups, extend)
-    return tuple(extended.get(number, column) for number, column in enumerate(source.categorical_columns))
 
 
 def _link(file: Shard, data: Path, new: Path) -> None:

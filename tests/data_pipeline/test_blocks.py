@@ -53,12 +53,12 @@ JSON = b"".join(
 
 
 def json_blocks(block_bytes: int) -> Iterator[Parsed]:
-    return text_blocks(memoryview(JSON), replace(SCHEMA, format="jsonl"), json_types(JSON, SCHEMA), block_bytes=block_bytes)
+    return text_blocks(JSON, replace(SCHEMA, format="jsonl"), json_types(JSON, SCHEMA), block_bytes=block_bytes)
 
 
 FORMATS: dict[str, tuple[Callable[[int], Iterator[Parsed]], Parsed]] = {
     "csv": (
-        lambda size: text_blocks(memoryview(CSV), SCHEMA, NAMES, block_bytes=size),
+        lambda size: text_blocks(CSV, SCHEMA, NAMES, block_bytes=size),
         parse_text(CSV, SCHEMA, NAMES),
     ),
     "jsonl": (json_blocks, parse_text(JSON, replace(SCHEMA, format="jsonl"), json_types(JSON, SCHEMA))),

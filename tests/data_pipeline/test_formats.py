@@ -256,7 +256,7 @@ def test_arrow_reads_what_the_parser_reads(lines: list[list[str]], newline: str)
     lines = [[cell.replace('"', "").replace("\r", "") for cell in line] for line in lines]
     text = "".join(",".join(row) + newline for line in lines for row in (line, *GOOD_ROWS)).encode()
     names = tuple(column.name for column in OTHER.columns)
-    expected = parse(text, OTHER)
+    expected = parse(np.frombuffer(text, np.uint8), OTHER)
     for schema in (OTHER, replace(OTHER, format="csv")):
         actual = parse_text(text, schema, names)
         for row in range(expected.rows):

@@ -16,10 +16,10 @@ from random_logs import files_of, random_rows, to_text
 
 from data_pipeline import counts, job, parts
 from data_pipeline.manifest import read_manifest
-from data_pipeline.parse import parse_blocks
 from data_pipeline.parts import count_parts, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.splits import SplitKind
+from data_pipeline.tables import text_blocks
 
 WriteLog = Callable[..., Path]
 
@@ -120,7 +120,7 @@ def test_blocks_and_room_do_not_change_the_data_set(
     rows = random_rows(300)
     options = {"inputs": (write_log(to_text(rows[:200]) + b"bad\n" + to_text(rows[200:])),), "split": split, "max_bad_rows": 1}
     expected = preprocess(PreprocessOptions(output=tmp_path / "at once", part_bytes=20_000, **options))
-    monkeypatch.setattr(job, "parse_blocks", partial(parse_blocks, block_bytes=3000))
+    monkeypatch.setattr(job, "text_blocks", partial(text_blocks, block_bytes=3000))
     monkeypatch.setattr(counts, "_COUNTER_BYTES", 2000)
     monkeypatch.setattr(PreprocessOptions, "table_bytes", 4000)
     assert preprocess(PreprocessOptions(output=tmp_path / "data", part_bytes=20_000, **options)) == expected
