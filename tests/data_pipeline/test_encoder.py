@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from random_logs import random_rows
+from random_logs import make, random_rows
 
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.manifest import read_manifest
-from data_pipeline.options import PreprocessOptions
-from data_pipeline.preprocess import preprocess
 from data_pipeline.schema import Column, LogSchema, criteo_schema
 
 SCHEMA = LogSchema(
@@ -29,7 +27,7 @@ SCHEMA = LogSchema(
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     (tmp_path / "log").write_text("".join(f"{i % 9 - 2},a b a,{i % 5:x},shop {i % 3}\n" for i in range(60)))
-    preprocess(PreprocessOptions(inputs=(tmp_path / "log",), output=tmp_path / "data", schema=SCHEMA))
+    make(tmp_path / "log", tmp_path / "data", schema=SCHEMA)
     return tmp_path / "data"
 
 
@@ -56,7 +54,7 @@ EVERY_KIND: dict[str, Any] = {"cents": 1, "tags": [], "code": "1", "shop": "a"}
     ],
 )
 def test_criteo_rows_refused(tmp_path: Path, write_log: Callable[..., Path], change: dict[str, Any], message: str) -> None:
-    preprocess(PreprocessOptions(inputs=(write_log(random_rows(30)),), output=tmp_path / "data"))
+    make(write_log(random_rows(30)), tmp_path / "data")
     encoder = RequestEncoder(tmp_path / "data")
     encoder([CRITEO, CRITEO | {"label": 1, "unknown": object()}])
     with pytest.raises(ValueError, match=message):

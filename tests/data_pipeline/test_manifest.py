@@ -8,16 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from random_logs import random_rows
+from random_logs import make, random_rows
 
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
-from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.verify import verify
 
 
 @pytest.fixture
 def data(tmp_path: Path, write_log: Callable[..., Path]) -> Path:
-    preprocess(PreprocessOptions(inputs=(write_log(random_rows(50)),), output=tmp_path / "data"))
+    make(write_log(random_rows(50)), tmp_path / "data")
     return tmp_path / "data"
 
 
