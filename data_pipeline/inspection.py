@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import HashedIds, IdSource, TableIds, encode_keys
+from data_pipeline.hashing import IdSource, encode_keys
 from data_pipeline.manifest import CategoricalColumn, Manifest, check_file
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import Kind
@@ -121,9 +121,8 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
     if kind == "hex" and not _HEX.fullmatch(text):
         raise UserError(f"`text` is {text!r}; values of {column} are 1 to 8 hex digits")
     keys = np.array([[int(text, 16) if kind == "hex" else hash_text(text.encode("utf-8", "surrogateescape"))]], schema.key_dtype)
-    id_source: IdSource = HashedIds(described.num_embeddings)
-    if described.table:
-        id_source = TableIds(check_file(described.table, folder), schema.key_dtype)
+    table = check_file(described.table, folder) if described.table else None
+    id_source = IdSource(table, schema.key_dtype, buckets=0 if table else described.num_embeddings)
     ids, _ = encode_keys([id_source], keys, np.zeros((1, 1), np.bool_))
     number = int(ids[0, 0])
     count = _entry(described, folder, number)[1] if described.vocabulary and number else None

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -28,8 +28,8 @@ from data_pipeline.schema import LogSchema, Transform
 from data_pipeline.sources import Source
 from data_pipeline.storage import join, read, size_of
 
-FORMAT = "comera-rec-dataset"
-FORMAT_VERSION = 1
+FORMAT: Final = "comera-rec-dataset"
+FORMAT_VERSION: Final = 1
 MANIFEST_NAME = "manifest.json"
 SPLITS = ("train", "val", "test")
 Order = Literal["frequency", "similarity"]
@@ -162,8 +162,8 @@ class Manifest:
         and distinct values were not counted.
     """
 
-    format: str
-    format_version: int
+    format: Literal["comera-rec-dataset"]
+    format_version: Literal[1]
     versions: dict[str, str]
     options: dict[str, str | int | float | None]
     inputs: tuple[InputFile, ...]
@@ -185,7 +185,6 @@ class Manifest:
 
 
 _MANIFEST = TypeAdapter(Manifest)
-_HEADER = TypeAdapter(dict[str, object])
 REMEDY = "run `comera preprocess` again"
 
 
@@ -208,13 +207,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]", str(folder)):
             reason = "is a URL, which only training and evaluation read; copy the data set to this machine"
         raise UserError(f"{path} does not exist: {folder} {reason}")
-    text = read(path)
     try:
-        header = _HEADER.validate_json(text)
-        name, version = header.get("format"), header.get("format_version")
-        if (name, version) != (FORMAT, FORMAT_VERSION):
-            raise UserError(f"{path}: format {name} version {version}, expected {FORMAT} version {FORMAT_VERSION}; {REMEDY}")
-        manifest = _MANIFEST.validate_json(text)
+        manifest = _MANIFEST.validate_json(read(path))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"

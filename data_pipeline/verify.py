@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import TableIds, encode_keys, map_array
+from data_pipeline.hashing import IdSource, encode_keys, map_array
 from data_pipeline.manifest import REMEDY, CategoricalColumn, Manifest, Shard, check_file, check_shards, files_of
 from data_pipeline.shards import recorded_rows
 from data_pipeline.similarity import band_of
@@ -198,14 +198,14 @@ def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int 
         raise _differs(folder, f"training rows hold {train_ids} ids of {column.name}, but its vocabulary counts {total}")
 
 
-def _open_table(column: CategoricalColumn, folder: Path, dtype: np.dtype) -> TableIds:
+def _open_table(column: CategoricalColumn, folder: Path, dtype: np.dtype) -> IdSource:
     assert column.table
     path = check_file(column.table, folder, contents=True)
     slots, odd = divmod(path.stat().st_size, 2 * dtype.itemsize)
     ids = np.count_nonzero(map_array(path, dtype, (-1, 2))[:, 1]) if not odd else 0
     if odd or ids + 1 != column.num_embeddings or ids >= slots:
         raise _differs(folder, f"{path.name} is not a table of {column.num_embeddings - 1} values")
-    return TableIds(path, dtype)
+    return IdSource(path, dtype)
 
 
 def _differs(folder: Path, what: str) -> UserError:

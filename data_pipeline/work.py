@@ -70,6 +70,14 @@ class WorkFolder:
         path = self.path / f"{name}.json"
         return TypeAdapter(kind).validate_json(path.read_bytes()) if path.exists() else None
 
+    def once(self, name: str, kind: type[Record], make: Callable[[], Record]) -> Record:
+        """Read what was saved, or make and save it."""
+        record = self.load(name, kind)
+        if record is None:
+            record = make()
+            self.save(name, record)
+        return record
+
 
 @contextmanager
 def work_folder(

@@ -42,8 +42,8 @@ def test_keys_of_the_file(data: Path) -> None:
         (lambda m: m["splits"].pop("val"), "manifest.json: splits.val: Field required"),
         (lambda m: m["categorical_columns"][2].pop("num_embeddings"), "categorical_columns.2.num_embeddings: Field required"),
         (lambda m: m["categorical_columns"][2].update(num_embeddings="many"), "categorical_columns.2.num_embeddings: .*integer"),
-        (lambda m: m.update(format_version=99), "version 99, expected comera-rec-dataset version 1; run `comera preprocess` again"),
-        (lambda m: m.pop("format"), "format None version 1, expected"),
+        (lambda m: m.update(format_version=99), "format_version: Input should be 1; run `comera preprocess` again"),
+        (lambda m: m.pop("format"), "format: Field required"),
     ],
 )
 def test_bad_manifest(data: Path, change: Callable[[dict], object], message: str) -> None:
