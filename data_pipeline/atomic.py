@@ -202,11 +202,6 @@ def make_parent(output: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from error
 
 
-def reason_of(error: OSError) -> str:
-    """Return the system's error message without file names."""
-    return os.strerror(error.errno) if error.errno else str(error)
-
-
 def hidden(output: Path, suffix: str) -> Path:
     """Return the hidden path beside an output, for unfinished work."""
     absolute = output.absolute()

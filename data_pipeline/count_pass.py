@@ -115,8 +115,8 @@ def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> l
 
 def _count_apart(job: Job, part: CountedPart, train_rows: int) -> PartCounts:
     name = f"counts/{part_name(part.log, part.number)}-apart"
-    read = job.reader(part.log, part.number.__ne__)
-    return job.work.once(name, PartCounts, lambda: _count(job, next(read()), train_rows))
+    parts = job.parts(part.log, part.number.__ne__)
+    return job.work.once(name, PartCounts, lambda: _count(job, next(parts), train_rows))
 
 
 @dataclass(kw_only=True)

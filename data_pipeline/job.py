@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,10 +35,10 @@ class Job:
     layouts: tuple[Layout | None, ...]
     counted: frozenset[int] = frozenset()
 
-    def reader(self, log: int, skip: Skip) -> Callable[[], Iterator[Part]]:
-        """Return a function that reads a log's parts with `read_parts`."""
+    def parts(self, log: int, skip: Skip) -> Iterator[Part]:
+        """Read a log's parts with `read_parts`."""
         columns = {column.source for column in self.schema.columns if column.kind != "ignore"}
-        return lambda: read_parts(log, self.options.inputs[log], part_bytes=self.options.part_bytes, skip=skip, columns=columns)
+        return read_parts(log, self.options.inputs[log], part_bytes=self.options.part_bytes, skip=skip, columns=columns)
 
     def blocks(self, part: Part) -> Iterator[Parsed]:
         """Parse a part block by block, without a header line; `starts` are positions in the whole log."""
@@ -69,7 +69,13 @@ class Job:
 
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
         """Return each split's rows of a parsed block, if splits don't go by position."""
-        drawn = self.splitting.splits_of_rows(part.log, parsed.starts, parsed.times)
+        splitting = self.splitting
+        if splitting.split == "random":
+            drawn = splitting.drawn(part.log, parsed.starts)
+        else:
+            assert parsed.times is not None, "`Splitting.schema_used` has been called"
+            bounds = np.array([splitting.val_from, splitting.test_from], np.float64)
+            drawn = np.searchsorted(bounds, parsed.times, side="right")
         return {name: np.flatnonzero(drawn == number) for number, name in enumerate(SPLITS)}
 
 

@@ -101,7 +101,7 @@ def table_blocks(table: pa.Table, schema: LogSchema, *, block_bytes: int = BLOCK
     """Parse rows of Parquet in blocks, as `text_blocks` does lines."""
     begin = 0
     for block in _split_table(table, len(schema.lists), block_bytes):
-        yield _shifted(parse_table(block, schema), begin, begin)
+        yield _shifted(_to_parsed(block, schema)[0], begin, begin)
         begin += len(block)
 
 
@@ -124,11 +124,6 @@ def _split_table(table: pa.Table, lists: int, block_bytes: int) -> Iterator[pa.T
     middle = len(table) // 2
     yield from _split_table(table[:middle], lists, block_bytes)
     yield from _split_table(table[middle:], lists, block_bytes)
-
-
-def parse_table(table: pa.Table, schema: LogSchema) -> Parsed:
-    """Parse rows of Parquet; lines are row numbers."""
-    return _to_parsed(table, schema)[0]
 
 
 def _to_parsed(table: pa.Table, schema: LogSchema) -> tuple[Parsed, np.ndarray]:

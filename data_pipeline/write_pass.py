@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -12,8 +12,19 @@ from typing import Any
 
 from data_pipeline.atomic import replacing
 from data_pipeline.count_pass import CountedPart, describe_inputs
+from data_pipeline.encoder import open_encoder
 from data_pipeline.job import Job
-from data_pipeline.manifest import SPLITS, CategoricalColumn, RowCounts, Shard, Split, Target, describe_file, versions
+from data_pipeline.manifest import (
+    SPLITS,
+    CategoricalColumn,
+    IntegerColumn,
+    RowCounts,
+    Shard,
+    Split,
+    Target,
+    describe_file,
+    versions,
+)
 from data_pipeline.parts import Part, inputs_changed
 from data_pipeline.passes import Key, PartRecord, pass_over
 from data_pipeline.pool import Schedule
@@ -47,33 +58,38 @@ class WrittenPart(PartRecord):
 
 
 def write_logs(
-    job: Job, schedule: Schedule, parts: Sequence[CountedPart], bounds: tuple[int, int], encoder: Encoder
-) -> dict[str, list[WrittenShard]]:
-    """Write every part that has not been written yet, and return all shards of each split in order.
+    job: Job,
+    schedule: Schedule,
+    parts: Sequence[CountedPart],
+    bounds: tuple[int, int],
+    integers: tuple[IntegerColumn, ...],
+    categories: tuple[CategoricalColumn, ...],
+) -> dict[str, Any]:
+    """Write every part that has not been written yet, and return what the manifest says of the logs, columns, rows and splits.
 
     Args:
         bounds: the numbers of the first validation and test rows, if splits go by position.
+        categories: all but how many ids are 0.
     """
+    encoder = open_encoder(integers, categories, job.work.data, job.schema, **job.options.table_room)
     work, planned, rows = partial(_write, encoder, bounds), _plan(job, parts, bounds), sum(part.counts.rows for part in parts)
     records = pass_over(job, schedule, work, WrittenPart, folder="shards", description="writing", details=planned, total=rows)
-    by_split = defaultdict(list)
+    written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
     for record in records.values():
-        for written in record.shards:
-            by_split[written.split].append(written)
-    return by_split
-
-
-def describe_rows(job: Job, parts: Sequence[CountedPart], written: Mapping[str, Sequence[WrittenShard]]) -> dict[str, Any]:
-    """Return what the manifest says of all rows: the logs and their rejected lines, versions, labels, weights and splits."""
+        for shard in record.shards:
+            written[shard.split].append(shard)
     inputs, rejected_lines = describe_inputs(job, parts)
-    rejected, rows = sum(log.rows_rejected for log in inputs), sum(part.counts.rows for part in parts)
-    shards = {name: tuple(record.shard for record in written[name]) for name in SPLITS}
+    rejected = sum(log.rows_rejected for log in inputs)
+    shards = {split: tuple(record.shard for record in of_split) for split, of_split in written.items()}
+    zeros = [{split: sum(shard.zeros[c] for shard in written[split]) for split in SPLITS} for c in range(len(categories))]
     return {
         "versions": versions(),
         "inputs": inputs,
         "rows": RowCounts(read=rows + rejected, written=rows, rejected=rejected),
         "rejected_lines": rejected_lines,
         **_targets(written, job.schema),
+        "integer_columns": integers,
+        "categorical_columns": tuple(replace(column, rows_at_zero=by) for column, by in zip(categories, zeros, strict=True)),
         "splits": {name: Split(rows=sum(shard.rows for shard in split), shards=split) for name, split in shards.items()},
         "log": job.schema,
     }
@@ -94,17 +110,6 @@ def _targets(written: Mapping[str, Sequence[WrittenShard]], schema: LogSchema) -
     labels = [Target(name=name, **means(positives_of(number))) for number, name in enumerate(schema.labels)]
     weight = Target(name=schema.weight, **means(lambda shard: shard.weight)) if schema.weight else None
     return {"label": labels[0] if labels else None, "other_labels": tuple(labels[1:]), "weight": weight}
-
-
-def count_zeros(
-    columns: tuple[CategoricalColumn, ...], written: Mapping[str, Sequence[WrittenShard]]
-) -> tuple[CategoricalColumn, ...]:
-    """Return the categorical columns with how many ids of each split are 0."""
-
-    def zeros(number: int) -> dict[str, int]:
-        return {split: sum(shard.zeros[number] for shard in written[split]) for split in SPLITS}
-
-    return tuple(replace(column, rows_at_zero=zeros(number)) for number, column in enumerate(columns))
 
 
 def _write(encoder: Encoder, bounds: tuple[int, int], job: Job, part: Part, planned: Planned | None) -> WrittenPart:

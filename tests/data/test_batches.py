@@ -25,11 +25,11 @@ from data_pipeline.manifest import (
     SPLITS,
     CategoricalColumn,
     IntegerColumn,
-    Label,
     Manifest,
     RowCounts,
     Shard,
     Split,
+    Target,
     file_sha256,
     read_manifest,
     write_manifest,
@@ -93,7 +93,7 @@ def write_dataset(
         inputs=(),
         rows=RowCounts(read=total, written=total, rejected=0),
         rejected_lines=(),
-        label=Label(mean=0.5, split_means={}) if labeled else None,
+        label=Target(mean=0.5, split_means={}) if labeled else None,
         integer_columns=tuple(IntegerColumn(name=name, missing=0, offset=2, min=0, max=9) for name in ("I1", "I2")),
         categorical_columns=tuple(
             dataclasses.replace(_C1, name=f"C{i}", num_embeddings=size) for i, size in enumerate(NUM_EMBEDDINGS, start=1)
