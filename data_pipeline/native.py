@@ -24,6 +24,7 @@ if not LIBRARY.exists():
     )
 _library = ctypes.CDLL(str(LIBRARY))
 _int, _pointer = ctypes.c_int64, ctypes.POINTER
+_M_MMAP_THRESHOLD = -3  # in malloc.h
 
 
 class Array(ctypes.Structure):
@@ -111,6 +112,14 @@ read_integers, read_labels, read_hex_digits, hash_texts = (
 merge_runs = _by_key_dtype("merge_runs", *[Array] * 6)
 insert = _by_key_dtype("insert", Array, Array, _int, _int, _int)
 release_pages = _function("release_pages", Array)
-return_freed_arrays = _function("return_freed_arrays")
 encode_keys = _by_key_dtype("encode_keys", Array, Matrix, Matrix, Matrix, Array)
 encode_integers = _function("encode_integers", Matrix, Matrix, Array, Array, Matrix)
+
+
+def return_freed_arrays() -> None:
+    """From now on, return arrays of 1 MiB or more to the system when they are freed.
+
+    glibc would otherwise start to keep them in its heap, in whose gaps later arrays don't fit: a quarter of peak memory.
+    """
+    if hasattr(_library, "mallopt"):  # glibc
+        _library.mallopt(_M_MMAP_THRESHOLD, 1 << 20)

@@ -85,11 +85,10 @@ def text_blocks(
     waiting = [(begin, len(text))] if begin < len(text) else []
     while waiting:
         begin, end = waiting.pop()
-        middle = (begin + end) // 2
-        cut = text.rfind(b"\n", begin, middle) + 1 or text.find(b"\n", middle, end - 1) + 1
-        block = np.frombuffer(text, np.uint8, end - begin, begin)
-        counts = count_cells(block, schema) if end - begin <= room or not cut else (0, 0)
-        if cut and not (counts[0] and array_bytes(schema, *counts) <= block_bytes):
+        block, middle = np.frombuffer(text, np.uint8, end - begin, begin), (begin + end) // 2
+        cut = text.rfind(b"\n", begin, middle) + 1 or text.find(b"\n", middle, end - 1) + 1  # 0 if it is a single line
+        counts = None if cut and end - begin > room else count_cells(block, schema)
+        if cut and (counts is None or array_bytes(schema, *counts) > block_bytes):
             waiting += [(cut, end), (begin, cut)]
             continue
         parsed = parse_text(bytes(block), schema, layout) if layout else parse(block, schema, counts)
