@@ -222,11 +222,10 @@ def _text_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterat
     count = None if is_compressed else _count_plain(size, part_bytes)
     room = part_bytes + LONGEST_LINE + 1  # of a part, the byte before it and the rest of its last line
     with _decompressed(source) if is_compressed else open_log(source) as file:
-        text, offset = bytearray(), 0  # what has been read, and its position in the log's text
+        text = bytearray()  # what has been read from `offset` on
         for number in itertools.count() if count is None else range(count):
-            before, offset = offset, max(0, number * part_bytes - 1)  # if the byte before is a newline, the part begins with a line
+            offset = max(0, number * part_bytes - 1)  # if the byte before is a newline, the part begins with a line
             if count is None:
-                del text[: offset - before]
                 while len(text) <= room and (block := file.read(_BLOCK)):
                     text += block
                 ended = len(text) <= room
@@ -246,6 +245,7 @@ def _text_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterat
             is_last = ends_log if count is None else number + 1 == count
             if count is None:
                 content = text[begin:end]
+                del text[: (number + 1) * part_bytes - 1 - offset]
             else:
                 content = text
                 del content[end:], content[:begin]
