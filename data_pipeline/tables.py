@@ -81,7 +81,8 @@ def text_blocks(
         layout: None if `data_pipeline.parse` reads the lines.
         begin: where the first line begins; `starts` count from the text's beginning, the lines of `reasons` from this line.
     """
-    room, lines = (block_bytes // _ARRAYS_PER_TEXT if layout else block_bytes), 0
+    room = block_bytes // _ARRAYS_PER_TEXT if layout else 2 * block_bytes  # of text, as counting its cells takes as much again
+    lines = 0
     waiting = [(begin, len(text))] if begin < len(text) else []
     while waiting:
         begin, end = waiting.pop()
