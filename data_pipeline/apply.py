@@ -3,8 +3,8 @@
     options = ApplyOptions(inputs=(Path("today.gz"),), data=Path("data/"), output=Path("scores.parquet"))
     apply(function, options, identity={"model": ...}, preload=__name__)
 
-The work is done in parts, to bound memory and let a killed run resume: those of `data_pipeline.parts`, or a split's row groups. The
-columns of the file: `line` of the log from 1, or `row` of the split from 0; those of the function; labels, if there are any.
+The work is done in parts, to bound memory and let a killed run resume; a split's shards are read like Parquet logs. The columns of
+the file: `line` of the log from 1, or `row` of the split from 0; those of the function; labels, if there are any.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from data_pipeline.atomic import refuse_overlap, replacing
-from data_pipeline.count_pass import pass_over
 from data_pipeline.encoder import Flat, flatten, open_encoder, schema_of_new_logs
 from data_pipeline.errors import UserError
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
 from data_pipeline.options import PassOptions
-from data_pipeline.parse import PartRecord
 from data_pipeline.parts import Part, count_parts
+from data_pipeline.passes import Key, PartRecord, pass_over
 from data_pipeline.pool import on_executor, open_job
+from data_pipeline.row_groups import largest_group
+from data_pipeline.schema import Column, LogSchema
 from data_pipeline.shards import Encoder
 from data_pipeline.splits import Splitting
-from data_pipeline.work import Tell, WorkFolder, work_folder
+from data_pipeline.work import Tell
 
 BATCH_ROWS = 512  # few enough to fit the caches, enough to amortize a call
 PART_BYTES = 16 << 20
@@ -99,21 +99,19 @@ def apply(
         ValueError: the input is invalid, or doesn't fit the data set.
         OSError: the output can't be written.
     """
-    run = _apply_to_split if options.folder else _apply_to_log
-    records, workers = run(function, options, identity, preload, tell)
-    rows, seconds = sum(record.rows for record in records), sum(record.seconds for record in records)
-    return Applied(rows=rows, rows_per_second=rows * workers / max(seconds, 1e-9))
-
-
-def _apply_to_log(
-    function: Function, options: ApplyOptions, identity: dict[str, Any], preload: str, tell: Tell
-) -> tuple[list[AppliedPart], int]:
-    assert options.data, "the caller names the vocabularies of a log"
-    manifest = read_manifest(options.data)
-    schema = Splitting().schema_used(schema_of_new_logs(manifest, options.data, options.inputs[0]))
-    encoder = open_encoder(manifest.integer_columns, manifest.categorical_columns, options.data, schema)
-    identity = identity | {"data": str(options.data), "part_bytes": options.part_bytes}
-    workers = min(options.threads, count_parts(options.inputs[0], options.part_bytes) or 1)
+    folder = options.folder
+    if folder:
+        manifest = read_manifest(folder)
+        options, schema = _as_logs(options, manifest, folder)
+        work, settings = partial(_apply_to_rows, function, manifest), {"split": options.split}
+    else:
+        assert options.data, "the caller names the vocabularies of a log"
+        manifest = read_manifest(options.data)
+        schema = Splitting().schema_used(schema_of_new_logs(manifest, options.data, options.inputs[0]))
+        encoder = open_encoder(manifest.integer_columns, manifest.categorical_columns, options.data, schema)
+        work, settings = partial(_apply_to_lines, function, encoder), {"data": str(options.data)}
+    workers = min(options.threads, sum(count_parts(log, options.part_bytes) or 1 for log in options.inputs))
+    identity = identity | settings | {"part_bytes": options.part_bytes}
     with (
         _executor(workers, preload) as executor,
         open_job(options, schema, Splitting(), files=None, identity=identity, tell=tell, on=partial(on_executor, executor)) as (
@@ -121,13 +119,26 @@ def _apply_to_log(
             schedule,
         ),
     ):
-        work = partial(_apply_to_part, function, encoder)
-        (records,) = pass_over(job, schedule, work, AppliedPart, folder="shards", description="scoring")
-        _join(job.work, [*records.values()], options.output, "line", job.first_line(0))
-    return [*records.values()], workers
+        records = pass_over(job, schedule, work, AppliedPart, folder="shards", description="scoring")
+        _join(job, records, first=0 if folder else job.first_line(0))
+    rows, seconds = (sum(numbers) for numbers in zip(*((part.rows, part.seconds) for part in records.values()), strict=True))
+    return Applied(rows=rows, rows_per_second=rows * workers / max(seconds, 1e-9))
 
 
-def _apply_to_part(function: Function, encoder: Encoder, job: Job, part: Part) -> AppliedPart:
+def _as_logs(options: ApplyOptions, manifest: Manifest, folder: Path) -> tuple[ApplyOptions, LogSchema]:
+    """Return options that name the shards of the split as logs, whose parts are row groups, and a schema that reads all columns."""
+    if options.split not in manifest.splits:
+        raise UserError(f"`split` is {options.split!r}; choose one of {', '.join(manifest.splits)}")
+    shards = tuple(folder / shard.path for shard in manifest.splits[options.split].shards)
+    if not shards:
+        raise UserError(f"split {options.split} of {folder} is empty; choose another `split`")
+    check_shards(manifest, folder)
+    columns: tuple[Any, ...] = (*manifest.labels, *manifest.integer_columns, *manifest.categorical_columns)
+    schema = LogSchema(columns=tuple(Column(name=column.name, kind="category") for column in columns))
+    return replace(options, inputs=shards, part_bytes=max(map(largest_group, shards))), schema
+
+
+def _apply_to_lines(function: Function, encoder: Encoder, job: Job, part: Part, _: None) -> AppliedPart:
     starts, labels = [np.empty(0, np.int64)], [np.empty((len(job.schema.labels), 0), np.int8)]
     record = PartRecord(last=part.last)
 
@@ -144,54 +155,18 @@ def _apply_to_part(function: Function, encoder: Encoder, job: Job, part: Part) -
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
         line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
     by_label = dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))
-    _save(job.work, part_name(part.log, part.number), {"line": line, **columns, **by_label})
+    _save(job, part, {"line": line, **columns, **by_label})
     return AppliedPart(**vars(record), seconds=seconds)
 
 
-def _apply_to_split(
-    function: Function, options: ApplyOptions, identity: dict[str, Any], preload: str, tell: Tell
-) -> tuple[list[AppliedPart], int]:
-    folder = options.folder
-    assert folder, "the input is a data set"
-    manifest = read_manifest(folder)
-    if options.split not in manifest.splits:
-        raise UserError(f"`split` is {options.split!r}; choose one of {', '.join(manifest.splits)}")
-    shards = manifest.splits[options.split].shards
-    if not shards:
-        raise UserError(f"split {options.split} of {folder} is empty; choose another `split`")
-    check_shards(manifest, folder)
-    paths = [folder / shard.path for shard in shards]
-    groups = [(path, group) for path in paths for group in range(pq.read_metadata(path).num_row_groups)]
-    identity = identity | {"input": [shard.sha256 for shard in shards], "split": options.split}
-    workers, records = min(options.threads, len(groups)), list[AppliedPart]()
-    with (
-        work_folder(options.output, identity=identity, files=None, overwrite=options.overwrite, tell=tell) as work,
-        _executor(workers, preload) as executor,
-        tqdm(desc="scoring", total=manifest.splits[options.split].rows, unit="row", unit_scale=True, disable=None) as bar,
-    ):
-        for record in executor.map(partial(_apply_to_group, function, work, manifest), *zip(*enumerate(groups), strict=True)):
-            records.append(record)
-            bar.update(record.rows)
-        _join(work, records, options.output, "row", 0)
-    return records, workers
-
-
-def _apply_to_group(function: Function, work: WorkFolder, manifest: Manifest, number: int, where: tuple[Path, int]) -> AppliedPart:
-    """Process a row group of a shard."""
-    name, (path, group) = part_name(0, number), where
-    record = work.load(f"shards/{name}", AppliedPart)
-    if record:
-        return record
-    with pq.ParquetFile(path, memory_map=True) as file:
-        table = file.read_row_group(group, use_threads=False)
-    rows = len(table)
+def _apply_to_rows(function: Function, manifest: Manifest, job: Job, part: Part, _: None) -> AppliedPart:
+    table, rows = part.content, len(part.content)
+    assert isinstance(table, pa.Table), "shards are Parquet"
     batches = (flat_rows(table.slice(start, BATCH_ROWS), manifest) for start in range(0, rows, BATCH_ROWS))
     columns, seconds = _timed(function, batches)
     by_label = {label.name: table.column(label.name).to_numpy() for label in manifest.labels}
-    _save(work, name, {"row": np.arange(rows), **columns, **by_label})
-    record = AppliedPart(lines=rows, rows=rows, last=False, seconds=seconds)
-    work.save(f"shards/{name}", record)
-    return record
+    _save(job, part, {"row": np.arange(rows), **columns, **by_label})
+    return AppliedPart(lines=rows, rows=rows, last=part.last, seconds=seconds)
 
 
 def _timed(function: Function, batches: Iterable[Flat]) -> tuple[Mapping[str, np.ndarray], float]:
@@ -229,18 +204,18 @@ def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:
     return Flat(dense, np.concatenate(values, dtype=np.int64), lengths.ravel())
 
 
-def _save(work: WorkFolder, name: str, columns: Mapping[str, np.ndarray]) -> None:
-    with replacing(work.data / f"{name}.parquet") as beside:
+def _save(job: Job, part: Part, columns: Mapping[str, np.ndarray]) -> None:
+    with replacing(job.work.data / f"{part_name(part.log, part.number)}.parquet") as beside:
         pq.write_table(pa.table(dict(columns)), beside)
 
 
-def _join(work: WorkFolder, records: list[AppliedPart], output: Path, counter: str, first: int) -> None:
+def _join(job: Job, records: Mapping[Key, AppliedPart], *, first: int) -> None:
     """Join all parts in one file, and number their lines or rows from `first` on."""
     before, writer = first, None
-    with replacing(work.data / output.name) as beside:
-        for number, record in enumerate(records):
-            table = pq.read_table(work.data / f"{part_name(0, number)}.parquet")
-            table = table.set_column(0, counter, pa.array(table.column(0).to_numpy() + before))
+    with replacing(job.work.data / job.options.output.name) as beside:
+        for key, record in records.items():
+            table = pq.read_table(job.work.data / f"{part_name(*key)}.parquet")
+            table = table.set_column(0, table.column_names[0], pa.array(table.column(0).to_numpy() + before))
             before += record.lines
             writer = writer or pq.ParquetWriter(beside, table.schema)
             writer.write_table(table)

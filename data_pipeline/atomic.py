@@ -166,34 +166,6 @@ def _holder(lock: SoftFileLock) -> str:
 
 
 @contextmanager
-def finished(output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield the path of a file to write, which is renamed to `output` when the block ends, or removed if it raises.
-
-    Args:
-        output, overwrite: as for `check_output`.
-
-    Raises:
-        ValueError: output must not be written.
-        OSError: it cannot be written (no permission, disk full); the message names it.
-    """
-    output = resolved(output)
-    check_output(output, files=None, overwrite=overwrite)
-    work = hidden(output, "partial")
-    try:
-        make_parent(output)
-        with locked(output):
-            try:
-                remove(work)
-                yield work
-                sync(work)
-                put_in_place(work, output)
-            finally:
-                remove(work)
-    except OSError as error:
-        raise OSError(f"cannot write `output` {output}: {reason_of(error)}; choose a writable place with enough space") from error
-
-
-@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path that is synced and renamed to `path` when the block ends, or removed if it raises."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two workers of a cluster may write the same part
@@ -228,11 +200,6 @@ def make_parent(output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:  # what mkdir raises if a file is in the way
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from error
-
-
-def reason_of(error: OSError) -> str:
-    """Return the system's error message without file names."""
-    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def hidden(output: Path, suffix: str) -> Path:

@@ -8,10 +8,11 @@ Letters: n rows of a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -76,46 +77,36 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
         cell = _as_text(columns[column.name][row].as_py(), column)
         expected = f"a time of the format {column.format}" if column.format else _EXPECTED[column.kind]
         reasons.append((row, mismatch(cell, column, expected)))
-    kept = {name: _take(column, good) for name, column in cells.items()}
-    count = int(good.sum())
-    lists = [kept[name] for name in schema.lists]
-    list_keys = np.zeros((len(lists), max((len(column.values) for column in lists), default=0)), np.uint64)
-    for padded, column_of_lists in zip(list_keys, lists, strict=True):
-        padded[: len(column_of_lists.values)] = column_of_lists.values
-    ends = [np.cumsum(column.lengths) for column in lists if column.lengths is not None]
-    labels, times = schema.of_kind("label"), schema.of_kind("time")
+    count, chosen = int(good.sum()), slice(None) if good.all() else good
+    lists = [cells[name] for name in schema.lists]
+    elements = [column.values[np.repeat(good, column.lengths)] for column in lists if column.lengths is not None]
+    list_keys = np.zeros((len(lists), max(map(len, elements), default=0)), np.uint64)
+    for padded, keys in zip(list_keys, elements, strict=True):
+        padded[: len(keys)] = keys
+
+    def stack(names: Sequence[str], what: str, dtype: npt.DTypeLike) -> np.ndarray:
+        stacked = np.empty((len(names), count), dtype)
+        for row, name in zip(stacked, names, strict=True):
+            row[:] = getattr(cells[name], what)[chosen]
+        return stacked
+
+    times = schema.of_kind("time")
     parsed = Parsed(
-        labels=_stack([kept[name].values for name in labels], count, np.dtype(np.int8)),
-        integers=_stack([kept[name].values for name in schema.integers], count, schema.number_dtype),
-        integer_missing=_stack([kept[name].missing for name in schema.integers], count, np.dtype(np.bool_)),
-        keys=_stack([kept[name].values for name in schema.singles], count, schema.key_dtype),
-        key_missing=_stack([kept[name].missing for name in schema.singles], count, np.dtype(np.bool_)),
+        labels=stack(schema.of_kind("label"), "values", np.int8),
+        integers=stack(schema.integers, "values", schema.number_dtype),
+        integer_missing=stack(schema.integers, "missing", np.bool_),
+        keys=stack(schema.singles, "values", schema.key_dtype),
+        key_missing=stack(schema.singles, "missing", np.bool_),
         list_keys=list_keys,
-        list_ends=_stack(ends, count, np.dtype(np.int64)),
+        list_ends=stack(schema.lists, "lengths", np.int64).cumsum(axis=1),
         starts=np.flatnonzero(good),
         lines=rows,
         rejected=rows - count,
         reasons=tuple(reasons),
-        times=kept[times[0]].values if times else None,
-        weights=kept[schema.weight].values.astype(np.float32) if schema.weight else None,
+        times=cells[times[0]].values[chosen] if times else None,
+        weights=cells[schema.weight].values[chosen].astype(np.float32) if schema.weight else None,
     )
     return parsed, good
-
-
-def _stack(columns: list[np.ndarray], rows: int, dtype: np.dtype) -> np.ndarray:
-    stacked = np.empty((len(columns), rows), dtype)
-    for stacked_column, column in zip(stacked, columns, strict=True):
-        stacked_column[:] = column
-    return stacked
-
-
-def _take(cells: _Cells, good: np.ndarray) -> _Cells:
-    if good.all():
-        return cells
-    if cells.lengths is not None:
-        values, lengths = cells.values[np.repeat(good, cells.lengths)], cells.lengths[good]
-        return _Cells(values=values, missing=cells.missing[good], bad=cells.bad[good], lengths=lengths)
-    return _Cells(values=cells.values[good], missing=cells.missing[good], bad=cells.bad[good])
 
 
 def _read(array: pa.Array, column: Column, missing: tuple[str, ...] = ()) -> _Cells:

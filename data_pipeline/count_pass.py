@@ -1,28 +1,31 @@
-"""Pass 1 over all logs: counts each part once, limits malformed lines, and separates training rows from the others."""
+"""Pass 1 over all logs: counts each part once, and separates training rows from the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
-from data_pipeline.counts import GroupCounts, PartCounts, count_part
-from data_pipeline.errors import UserError
+from data_pipeline.counts import GroupCounter, GroupCounts
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
-from data_pipeline.parse import Parsed, PartRecord
-from data_pipeline.parts import Part, parquet_names
+from data_pipeline.parts import Part
+from data_pipeline.passes import PartRecord, pass_over, rejected_lines
 from data_pipeline.pool import Schedule
 from data_pipeline.splits import Rows, Splitting
 
 _REJECTED_LINES_KEPT = 100
 _QUANTILES = 1024
-_NO_ROWS, _ALL_ROWS = slice(0, 0), slice(None)
+
+
+@dataclass(kw_only=True)
+class PartCounts(PartRecord):
+    """Results of pass 1 for a part; split_rows: rows of each split, None if splits go by position."""
+
+    split_rows: tuple[int, ...] | None = None
+    train: GroupCounts
+    rest: GroupCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,113 +53,33 @@ def count_logs(job: Job, schedule: Schedule) -> list[CountedPart]:
         ValueError: a log is damaged, or there are more malformed lines than allowed.
     """
     parts, row = [], 0
-    for log, counted in enumerate(pass_over(job, schedule, _count, PartCounts, folder="counts", description="counting")):
-        for number, counts in counted.items():
-            parts.append(CountedPart(log=log, number=number, first_row=row, counts=counts))
-            row += counts.rows
+    for (log, number), counts in pass_over(job, schedule, _count, PartCounts, folder="counts", description="counting").items():
+        parts.append(CountedPart(log=log, number=number, first_row=row, counts=counts))
+        row += counts.rows
     return parts
 
 
-Record = TypeVar("Record", bound=PartRecord)
-
-
-def pass_over(
-    job: Job, schedule: Schedule, work: Callable[[Job, Part], Record], kind: type[Record], *, folder: str, description: str
-) -> list[dict[int, Record]]:
-    """Run a pass over every part that is not done yet, and return each log's records by part number, in order.
-
-    Args:
-        work: makes a part's record, which is of type `kind` and is saved in `folder` of the work folder.
-        description: for the progress bar.
-
-    Raises:
-        ValueError: a log is damaged, or there are more malformed lines than allowed.
-    """
-    records_of_logs = [_load_records(job, log, kind, folder) for log in range(len(job.logs))]
-    rejects = _Rejects(job)
-    for log, records in enumerate(records_of_logs):
-        rejects.check(log, records)
-    done_parts = {log: records.keys() for log, records in enumerate(records_of_logs) if not _is_complete(records)}
-    rows_done = sum(record.rows for records in records_of_logs for record in records.values())
-    with (
-        tqdm(desc=description, unit="row", unit_scale=True, disable=None, initial=rows_done) as bar,
-        closing(schedule(job, partial(_recorded, work, kind, folder), done_parts, {})) as results,
-    ):
-        for part_log, number, record in results:
-            bar.update(record.rows)
-            records_of_logs[part_log][number] = record
-            rejects.check(part_log, records_of_logs[part_log])
-    return [dict(sorted(records.items())) for records in records_of_logs]
-
-
-def _recorded(
-    work: Callable[[Job, Part], Record], kind: type[Record], folder: str, job: Job, part: Part, detail: None
-) -> tuple[int, int, Record]:
-    name = f"{folder}/{part_name(part.log, part.number)}"
-    record = job.work.load(name, kind)
-    if record is None:  # otherwise a worker saved it and died before it could report it
-        record = work(job, part)
-        job.work.save(name, record)
-    return part.log, part.number, record
-
-
-def _load_records(job: Job, log: int, kind: type[Record], folder: str) -> dict[int, Record]:
-    paths = sorted((job.work.path / folder).glob(f"{log:05d}-??????.json"))
-    numbers = [int(path.stem.partition("-")[2]) for path in paths]
-    loaded = {number: job.work.load(f"{folder}/{part_name(log, number)}", kind) for number in numbers}
-    return {number: record for number, record in loaded.items() if record}
-
-
-def _is_complete(records: Mapping[int, PartRecord]) -> bool:
-    return any(record.last and len(records) == number + 1 for number, record in records.items())
-
-
-def _count(job: Job, part: Part) -> PartCounts:
-    drawn = np.zeros(len(SPLITS), np.int64)
-
-    def rows_of(parsed: Parsed, first: int) -> tuple[Rows, Rows]:
-        if not job.splitting.by_row:
-            return _ALL_ROWS, _NO_ROWS
-        rows = job.rows_by_draw(part, parsed)
-        drawn[:] += [len(split_rows) for split_rows in rows.values()]
-        return rows["train"], np.sort(np.concatenate([rows["val"], rows["test"]]))
-
-    path = job.work.path / "counts" / part_name(part.log, part.number)
-    counts = count_part(job.blocks(part), job.schema, path, rows_of=rows_of, last=part.last, counted=job.counted)
-    if job.splitting.by_row:
-        counts.split_rows = tuple(drawn.tolist())
-    return counts
-
-
-class _Rejects:
-    """Stops the pass at more malformed lines than allowed, once the parts before them are counted, which number the lines."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._count, self._first = 0, ""
-        self._checked = [0] * len(job.logs)  # parts checked in each log
-        self._lines = [0] * len(job.logs)
-
-    def check(self, log: int, records: Mapping[int, PartRecord]) -> None:
-        limit = self._job.options.max_bad_rows
-        while record := records.get(self._checked[log]):
-            if record.reasons and not self._first:
-                self._first = self._describe(log, *record.reasons[0])
-            self._count += record.rejected
-            if self._count > limit:
-                first = f"{self._first}; it is the first of more than {limit} malformed lines" if limit else self._first
-                raise UserError(f"{first}; fix the log, or raise `max_bad_rows` to drop malformed lines")
-            self._checked[log] += 1
-            self._lines[log] += record.lines
-
-    def _describe(self, log: int, line: int, reason: str) -> str:
-        source, schema = self._job.options.inputs[log], self._job.schema
-        number = self._job.first_line(log) + self._lines[log] + line
-        may_be_header = number == 1 and not schema.header and schema.format != "jsonl"
-        may_be_header &= not schema.of_kind("hex")  # Criteo's logs have no header
-        may_be_header &= parquet_names(source) is None
-        hint = "; if it holds column names, set header = true in the schema" if may_be_header else ""
-        return f"{source}:{number}: {reason}{hint}"
+def _count(job: Job, part: Part, train_rows: int | None) -> PartCounts:
+    """Count a part; if splits go by position, its first `train_rows` rows, or all, are training rows."""
+    name, drawn = part_name(part.log, part.number), np.zeros(len(SPLITS), np.int64)
+    name += "" if train_rows is None else "-apart"
+    train, rest = (
+        GroupCounter(job.work.path / "counts" / f"{name}-{group}", job.schema, job.counted) for group in ("train", "rest")
+    )
+    record = PartRecord(last=part.last)
+    for parsed in job.blocks(part):
+        if job.splitting.by_row:
+            by_split = job.rows_by_draw(part, parsed)
+            drawn += [len(rows) for rows in by_split.values()]
+            chosen: tuple[Rows, Rows] = by_split["train"], np.sort(np.concatenate([by_split["val"], by_split["test"]]))
+        else:
+            cut = parsed.rows if train_rows is None else max(train_rows - record.rows, 0)
+            chosen = slice(0, cut), slice(cut, None)
+        train.add(parsed, chosen[0])
+        rest.add(parsed, chosen[1])
+        record.add(parsed)
+    split_rows = tuple(drawn.tolist()) if job.splitting.by_row else None
+    return PartCounts(**vars(record), split_rows=split_rows, train=train.finish(), rest=rest.finish())
 
 
 def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:
@@ -164,10 +87,8 @@ def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[Input
     inputs: list[InputFile] = []
     rejected: list[RejectedLine] = []
     for log, identity in enumerate(job.logs):
-        line, records = job.first_line(log), [part.counts for part in parts if part.log == log]
-        for record in records:
-            rejected += [RejectedLine(file=identity.name, line=line + at, reason=reason) for at, reason in record.reasons]
-            line += record.lines
+        records = [part.counts for part in parts if part.log == log]
+        rejected += [RejectedLine(file=identity.name, line=line, reason=text) for line, text in rejected_lines(job, log, records)]
         lines, malformed = sum(record.lines for record in records), sum(record.rejected for record in records)
         inputs.append(InputFile(name=identity.name, bytes=identity.bytes, rows_in=lines, rows_rejected=malformed))
     return tuple(inputs), tuple(rejected[:_REJECTED_LINES_KEPT])
@@ -193,20 +114,9 @@ def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> l
 
 
 def _count_apart(job: Job, part: CountedPart, train_rows: int) -> PartCounts:
-    name = f"{part_name(part.log, part.number)}-apart"
-    counts = job.work.load(f"counts/{name}", PartCounts)
-    if counts is None:
-        reread = next(job.reader(part.log, part.number.__ne__)())
-        counts = count_part(
-            job.blocks(reread),
-            job.schema,
-            job.work.path / "counts" / name,
-            rows_of=lambda parsed, first: (slice(0, max(train_rows - first, 0)), slice(max(train_rows - first, 0), None)),
-            last=part.counts.last,
-            counted=job.counted,
-        )
-        job.work.save(f"counts/{name}", counts)
-    return counts
+    name = f"counts/{part_name(part.log, part.number)}-apart"
+    parts = job.parts(part.log, part.number.__ne__)
+    return job.work.once(name, PartCounts, lambda: _count(job, next(parts), train_rows))
 
 
 @dataclass(kw_only=True)
@@ -226,12 +136,12 @@ def find_times(job: Job, schedule: Schedule) -> Splitting:
         ValueError: a log is damaged, or there are more malformed lines than allowed.
     """
     records = pass_over(job, schedule, _record_times, PartTimes, folder="times", description="reading times")
-    parts = [part for log_records in records for part in log_records.values() if part.rows]
+    parts = [part for part in records.values() if part.rows]
     val, test = job.splitting.val_fraction, job.splitting.test_fraction
     return replace(job.splitting, val_from=_time_after(parts, 1 - val - test), test_from=_time_after(parts, 1 - test))
 
 
-def _record_times(job: Job, part: Part) -> PartTimes:
+def _record_times(job: Job, part: Part, _: None) -> PartTimes:
     record, blocks = PartRecord(last=part.last), [np.empty(0)]
     for parsed in job.blocks(part):
         assert parsed.times is not None, "`Splitting.schema_used` has been called"

@@ -7,13 +7,13 @@ of 32-bit keys (0.11 microseconds per row of 26 columns, where pandas' hash tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.parse import Parsed, PartRecord
+from data_pipeline.parse import Parsed
 from data_pipeline.runs import Counter, Run
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Rows
@@ -43,40 +43,13 @@ class GroupCounts:
     runs: tuple[Run, ...]
 
 
-@dataclass(kw_only=True)
-class PartCounts(PartRecord):
-    """Results of pass 1 for a part; split_rows: rows of each split, None if splits go by position."""
-
-    split_rows: tuple[int, ...] | None = None
-    train: GroupCounts
-    rest: GroupCounts
-
-
-RowsOf = Callable[[Parsed, int], tuple[Rows, Rows]]
-
-
-def count_part(
-    blocks: Iterable[Parsed], schema: LogSchema, path: Path, *, rows_of: RowsOf, last: bool, counted: Collection[int]
-) -> PartCounts:
-    """Count a part.
+class GroupCounter:
+    """Adds up the counts of the chosen rows of every block of a part.
 
     Args:
         path: name prefix of the runs to write.
-        rows_of: takes a block and the number of its first row in the part; returns its training rows and its other rows.
         counted: numbers of the categorical columns whose values to count.
     """
-    groups = [_Group(path.with_name(f"{path.name}-{name}"), schema, counted) for name in ("train", "rest")]
-    record = PartRecord(last=last)
-    for parsed in blocks:
-        for group, chosen in zip(groups, rows_of(parsed, record.rows), strict=True):
-            group.add(parsed, chosen)
-        record.add(parsed)
-    train, rest = (group.counts() for group in groups)
-    return PartCounts(**vars(record), train=train, rest=rest)
-
-
-class _Group:
-    """Adds up the counts of the chosen rows of every block."""
 
     def __init__(self, path: Path, schema: LogSchema, counted: Collection[int]) -> None:
         self._rows = 0
@@ -101,7 +74,8 @@ class _Group:
             if column in self._counted:
                 self._values.add(column, keys)
 
-    def counts(self) -> GroupCounts:
+    def finish(self) -> GroupCounts:
+        """Write the last run, and return all counts."""
         return GroupCounts(
             rows=self._rows, integers=tuple(self._integers), missing=tuple(self._missing.tolist()), runs=self._values.finish()
         )

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import HashedIds, open_tables
+from data_pipeline.hashing import IdSource, open_tables
 from data_pipeline.manifest import CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
 from data_pipeline.parse import Parsed, truncate_lists
 from data_pipeline.parts import detect_schema, layout_of
@@ -109,7 +109,7 @@ def open_encoder(
     return Encoder(
         schema=schema,
         integers=integers,
-        id_sources=tuple(next(tables) if column.table else HashedIds(column.num_embeddings) for column in columns),
+        id_sources=tuple(next(tables) if column.table else IdSource(buckets=column.num_embeddings) for column in columns),
         num_embeddings=tuple(column.num_embeddings for column in columns),
     )
 

@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from data_pipeline.counts import GroupCounts
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import TableIds, encode_keys
+from data_pipeline.hashing import IdSource, encode_keys
 from data_pipeline.job import Job
 from data_pipeline.manifest import CategoricalColumn, check_file
 from data_pipeline.options import PreprocessOptions
-from data_pipeline.runs import Counted, Run, merge, merge_in_levels
+from data_pipeline.runs import Counted, merge, merge_in_levels
 from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import MOST_IDS, ranked, write_vocabulary
 
@@ -37,25 +37,22 @@ def fit_counted(
     Args:
         fit: takes a column's number and its values, ascending, with their training counts, block by block.
     """
-    records = {number: f"tables/{number:03d}" for number in sorted(job.counted)}
-    fitted = {number: column for number in records if (column := job.work.load(records[number], CategoricalColumn))}
-    folder, columns = job.work.path / "counts", len(job.schema.categories)
+    numbers, folder, columns = sorted(job.counted), job.work.path / "counts", len(job.schema.categories)
     merging: dict[str, Any] = {"key_dtype": job.schema.key_dtype, "entries": job.options.merged_entries}
-    runs: Sequence[Run] = [replace(run, trains=group.trains) for group in groups for run in group.runs]
-    if len(fitted) < len(records):
-        runs = merge_in_levels(runs, job.work, folder, columns=columns, workers=job.options.threads, **merging)
+    parts = [replace(run, trains=group.trains) for group in groups for run in group.runs]
+    runs = merge_in_levels(parts, job.work, folder, columns=columns, workers=job.options.threads, **merging)
 
-    def fit_column(number: int) -> None:
-        if number not in fitted:
-            fitted[number] = fit(number, merge(runs, folder, number, **merging))
-            job.work.save(records[number], fitted[number])
+    def fit_column(number: int) -> CategoricalColumn:
+        merged = merge(runs, folder, number, **merging)
+        return job.work.once(f"tables/{number:03d}", CategoricalColumn, lambda: fit(number, merged))
 
     with ThreadPoolExecutor(job.options.threads) as pool:
-        list(tqdm(pool.map(fit_column, records), total=len(records), desc="merging", unit="column", disable=None))
+        fitted = pool.map(fit_column, numbers)
+        by_number = dict(zip(numbers, tqdm(fitted, total=len(numbers), desc="merging", unit="column", disable=None), strict=True))
     for pattern in ("*.keys", "*.counts"):
         for file in folder.glob(pattern):
             file.unlink()
-    return fitted
+    return by_number
 
 
 def fit_categories(job: Job, options: PreprocessOptions, groups: Sequence[GroupCounts]) -> tuple[CategoricalColumn, ...]:
@@ -91,25 +88,13 @@ def _fit(
     return replace(described, **vocabulary, min_count=min_count, vocabulary=file, table=table)
 
 
-def extend_vocabulary(
-    column: CategoricalColumn,
-    values: Iterable[Counted],
-    *,
-    key_dtype: np.dtype,
-    max_ids: int | None,
-    room: int,
-    known: Path,
-    data: Path,
-    work: Path,
-) -> CategoricalColumn:
+def extend_vocabulary(job: Job, column: CategoricalColumn, known: Path, values: Iterable[Counted]) -> CategoricalColumn:
     """Write a column's vocabulary and table with the values of new logs that are frequent enough.
 
     Args:
         column: from the known data set; it has a vocabulary.
-        values, key_dtype, work: as for `data_pipeline.vocabulary.ranked`, for the new logs.
-        max_ids: the most values that get an id, known ones included; None for no limit.
-        room: the most bytes of the known table to hold in memory.
         known: the known data set's folder.
+        values: of the new logs, as for `data_pipeline.vocabulary.ranked`.
 
     Returns:
         The column with its new files, or unchanged if there are no new values.
@@ -120,10 +105,11 @@ def extend_vocabulary(
     assert column.vocabulary, "only columns with a vocabulary are extended"
     assert column.table, "which is written with the vocabulary"
     known_rows, vocabulary = column.vocabulary.rows, check_file(column.vocabulary, known)
-    id_source = TableIds(check_file(column.table, known), key_dtype, room)
+    dtype, max_ids = job.schema.key_dtype, job.schema.column_of(column.name).max_ids
+    id_source = IdSource(check_file(column.table, known), dtype, job.options.table_bytes // job.options.threads)
     most = None if max_ids is None else max(0, max_ids - known_rows)
-    new_values = _without_id(values, id_source)
-    with ranked(column.name, new_values, key_dtype=key_dtype, min_count=column.min_count, most=most, work=work) as new:
+    new_values, work = _without_id(values, id_source), job.work.path / "tables"
+    with ranked(column.name, new_values, key_dtype=dtype, min_count=column.min_count, most=most, work=work) as new:
         if not new.rows:
             return column
         rows = known_rows + new.rows
@@ -135,11 +121,11 @@ def extend_vocabulary(
                 yield group.column("value").to_numpy(), group.column("count").to_numpy()
             yield from new.blocks()
 
-        file, table = write_vocabulary(column.name, blocks, rows, key_dtype=key_dtype, data=data)
+        file, table = write_vocabulary(column.name, blocks, rows, key_dtype=dtype, data=job.work.data)
     return replace(column, num_embeddings=rows + 1, vocabulary=file, table=table, grown=(*column.grown, column.num_embeddings))
 
 
-def _without_id(values: Iterable[Counted], id_source: TableIds) -> Iterator[Counted]:
+def _without_id(values: Iterable[Counted], id_source: IdSource) -> Iterator[Counted]:
     for keys, counts in values:
         ids, _ = encode_keys([id_source], keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
         yield keys[ids[0] == 0], counts[ids[0] == 0]

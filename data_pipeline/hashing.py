@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from data_pipeline import native
 from data_pipeline.native import Array, IdSourceStruct, Matrix
@@ -55,24 +57,29 @@ def write_table(path: Path, blocks: Callable[[], Iterable[np.ndarray]], keys: in
         release(pairs)
 
 
-class TableIds:
-    """Ids from a table in a file; 0 for unknown keys. Pickling stores the file's path, not its contents.
+class IdSource:
+    """Gives ids by a table in a file, 0 for unknown keys, or by hashes alone: 1..buckets - 1.
+
+    Pickling stores the arguments, not the table's contents.
 
     Args:
-        room: the most bytes of it that a thread may hold in memory; None for all.
+        room: the most bytes of the table that a thread may hold in memory; None for all.
+        buckets: 0 if there is a table.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, room: int | None = None) -> None:
-        self._arguments = (path, dtype, room)
-        self._pairs = map_array(path, dtype)
+    def __init__(
+        self, table: Path | None = None, dtype: npt.DTypeLike = np.uint64, room: int | None = None, buckets: int = 0
+    ) -> None:
+        self._arguments = (table, dtype, room, buckets)
+        self._pairs = map_array(table, np.dtype(dtype)) if table else np.empty(0, dtype)
         is_whole = room is None or room >= self._pairs.nbytes
-        self.native = IdSourceStruct(pairs=Array(self._pairs, dtype), room=0 if is_whole or room is None else max(room, 1))
+        self.native = IdSourceStruct(Array(self._pairs, dtype), 0 if is_whole or room is None else max(room, 1), buckets)
 
-    def __reduce__(self) -> tuple[type, tuple[Path, np.dtype, int | None]]:
-        return TableIds, self._arguments
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return IdSource, self._arguments
 
 
-def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = None, threads: int = 1) -> tuple[TableIds, ...]:
+def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = None, threads: int = 1) -> tuple[IdSource, ...]:
     """Open the tables of several columns, which share the room.
 
     Args:
@@ -80,27 +87,13 @@ def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = No
         threads: how many look up ids at once; of a table that isn't kept whole, each keeps a separate range.
     """
     if room is None:
-        return tuple(TableIds(path, dtype) for path in paths)
+        return tuple(IdSource(path, dtype) for path in paths)
     tables, sizes = {}, {path: path.stat().st_size for path in paths}
     for waiting, path in zip(range(len(paths), 0, -1), sorted(paths, key=sizes.__getitem__), strict=True):
         share = min(sizes[path], room // waiting)
-        tables[path] = TableIds(path, dtype, share if share == sizes[path] else share // threads)
+        tables[path] = IdSource(path, dtype, share if share == sizes[path] else share // threads)
         room -= share
     return tuple(tables[path] for path in paths)
-
-
-class HashedIds:
-    """Ids 1..buckets - 1 by hash alone."""
-
-    def __init__(self, buckets: int) -> None:
-        self._arguments = (buckets,)
-        self.native = IdSourceStruct(buckets=buckets)
-
-    def __reduce__(self) -> tuple[type, tuple[int]]:
-        return HashedIds, self._arguments
-
-
-IdSource = TableIds | HashedIds
 
 
 def encode_keys(id_sources: Sequence[IdSource], keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

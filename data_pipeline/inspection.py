@@ -14,10 +14,11 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import HashedIds, IdSource, TableIds, encode_keys
+from data_pipeline.hashing import IdSource, encode_keys
 from data_pipeline.manifest import CategoricalColumn, Manifest, check_file
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import Kind
+from data_pipeline.verify import read_row_groups
 
 TOP = (1, 10, 100, 1_000, 10_000)
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
@@ -120,9 +121,8 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
     if kind == "hex" and not _HEX.fullmatch(text):
         raise UserError(f"`text` is {text!r}; values of {column} are 1 to 8 hex digits")
     keys = np.array([[int(text, 16) if kind == "hex" else hash_text(text.encode("utf-8", "surrogateescape"))]], schema.key_dtype)
-    id_source: IdSource = HashedIds(described.num_embeddings)
-    if described.table:
-        id_source = TableIds(check_file(described.table, folder), schema.key_dtype)
+    table = check_file(described.table, folder) if described.table else None
+    id_source = IdSource(table, schema.key_dtype, buckets=0 if table else described.num_embeddings)
     ids, _ = encode_keys([id_source], keys, np.zeros((1, 1), np.bool_))
     number = int(ids[0, 0])
     count = _entry(described, folder, number)[1] if described.vocabulary and number else None
@@ -139,9 +139,7 @@ def _column(manifest: Manifest, folder: Path, name: str) -> tuple[Kind, Categori
 def _entry(column: CategoricalColumn, folder: Path, number: int) -> tuple[int, int]:
     """Read the value and count of an id, from 1, in the vocabulary."""
     assert column.vocabulary, "only columns with a vocabulary have entries"
-    with pq.ParquetFile(check_file(column.vocabulary, folder), memory_map=True) as file:
-        row, group = number - 1, 0
-        while row >= (rows := file.metadata.row_group(group).num_rows):
-            row, group = row - rows, group + 1
-        entry = file.read_row_group(group).slice(row, 1).to_pylist()[0]
+    groups = read_row_groups(check_file(column.vocabulary, folder))
+    first, group = next((first, group) for first, group in groups if number <= first + len(group))
+    entry = group.slice(number - 1 - first, 1).to_pylist()[0]
     return entry["value"], entry["count"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from data_pipeline.manifest import SPLITS
 from data_pipeline.options import PassOptions
-from data_pipeline.parse import Parsed, parse_blocks, truncate_lists
+from data_pipeline.parse import Parsed, truncate_lists
 from data_pipeline.parts import Part, Skip, parquet_names, read_parts
 from data_pipeline.schema import LogSchema
 from data_pipeline.sources import LogIdentity
@@ -35,35 +35,33 @@ class Job:
     layouts: tuple[Layout | None, ...]
     counted: frozenset[int] = frozenset()
 
-    def reader(self, log: int, skip: Skip) -> Callable[[], Iterator[Part]]:
-        """Return a function that reads a log's parts with `read_parts`."""
+    def parts(self, log: int, skip: Skip) -> Iterator[Part]:
+        """Read a log's parts with `read_parts`."""
         columns = {column.source for column in self.schema.columns if column.kind != "ignore"}
-        return lambda: read_parts(log, self.options.inputs[log], part_bytes=self.options.part_bytes, skip=skip, columns=columns)
+        return read_parts(log, self.options.inputs[log], part_bytes=self.options.part_bytes, skip=skip, columns=columns)
 
     def blocks(self, part: Part) -> Iterator[Parsed]:
         """Parse a part block by block, without a header line; `starts` are positions in the whole log."""
-        start = part.start
         if isinstance(part.content, pa.Table):
             blocks = table_blocks(part.content, self.schema)
         else:
-            header = 0
+            begin = 0
             if not part.start:
-                header = part.content.find(b"\n") + 1 if self._has_header() else len(BOM) * part.content.startswith(BOM)
-            blocks, start = self._text_blocks(part.content, header, self.layouts[part.log]), part.start + header
+                begin = part.content.find(b"\n") + 1 if self._has_header() else len(BOM) * part.content.startswith(BOM)
+            blocks = text_blocks(part.content, self.schema, self._arrow_layout(part, begin), begin=begin)
         for parsed in blocks:
-            yield truncate_lists(replace(parsed, starts=parsed.starts + start), self.schema)
+            yield truncate_lists(replace(parsed, starts=parsed.starts + part.start), self.schema)
 
     def _has_header(self) -> bool:
         return self.schema.header and self.schema.format != "jsonl"
 
-    def _text_blocks(self, content: bytearray, header: int, layout: Layout | None) -> Iterator[Parsed]:
+    def _arrow_layout(self, part: Part, begin: int) -> Layout | None:
+        """Return the layout of a text that Arrow must read; None if `data_pipeline.parse` can."""
+        content, layout = part.content, self.layouts[part.log]
         names = tuple(column.source for column in self.schema.columns)
         has_lone_returns = content.count(b"\r") != content.count(b"\r\n")
-        is_plain = self.schema.format != "csv" or not (has_lone_returns or content.find(b'"', header) >= 0)
-        text = memoryview(content)[header:]
-        if self.schema.is_plain_text and is_plain and layout in (None, names):
-            return parse_blocks(text, self.schema)
-        return text_blocks(text, self.schema, names if layout is None else layout)
+        is_plain = self.schema.format != "csv" or not (has_lone_returns or content.find(b'"', begin) >= 0)
+        return None if self.schema.is_plain_text and is_plain and layout in (None, names) else layout or names
 
     def first_line(self, log: int) -> int:
         """Return the line number of a log's first row: 2 after a header line, else 1."""
@@ -71,7 +69,13 @@ class Job:
 
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
         """Return each split's rows of a parsed block, if splits don't go by position."""
-        drawn = self.splitting.splits_of_rows(part.log, parsed.starts, parsed.times)
+        splitting = self.splitting
+        if splitting.split == "random":
+            drawn = splitting.drawn(part.log, parsed.starts)
+        else:
+            assert parsed.times is not None, "`Splitting.schema_used` has been called"
+            bounds = np.array([splitting.val_from, splitting.test_from], np.float64)
+            drawn = np.searchsorted(bounds, parsed.times, side="right")
         return {name: np.flatnonzero(drawn == number) for number, name in enumerate(SPLITS)}
 
 

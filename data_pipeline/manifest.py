@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
-import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, ValidationError
 
 from data_pipeline.atomic import replacing
@@ -27,10 +26,10 @@ from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
 from data_pipeline.schema import LogSchema, Transform
 from data_pipeline.sources import Source
-from data_pipeline.storage import join, open_ranges, read, size_of
+from data_pipeline.storage import join, read, size_of
 
-FORMAT = "comera-rec-dataset"
-FORMAT_VERSION = 1
+FORMAT: Final = "comera-rec-dataset"
+FORMAT_VERSION: Final = 1
 MANIFEST_NAME = "manifest.json"
 SPLITS = ("train", "val", "test")
 Order = Literal["frequency", "similarity"]
@@ -89,21 +88,12 @@ class RejectedLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Label:
-    """A label: its share of ones, overall and per split (None for an empty split), and its column in shards."""
+class Target:
+    """A label, or the rows' weights in the loss: its mean, overall and per split (None for an empty split), and its column."""
 
     mean: float
     split_means: dict[str, float | None]
     name: str = LABEL
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weight:
-    """The rows' weights in the loss: their mean, overall and per split (None for an empty split), and their column."""
-
-    mean: float
-    split_means: dict[str, float | None]
-    name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,30 +164,29 @@ class Manifest:
         and distinct values were not counted.
     """
 
-    format: str
-    format_version: int
+    format: Literal["comera-rec-dataset"]
+    format_version: Literal[1]
     versions: dict[str, str]
     options: dict[str, str | int | float | None]
     inputs: tuple[InputFile, ...]
     rows: RowCounts
     rejected_lines: tuple[RejectedLine, ...]
-    label: Label | None
+    label: Target | None
     integer_columns: tuple[IntegerColumn, ...]
     categorical_columns: tuple[CategoricalColumn, ...]
     splits: dict[str, Split]
     log: LogSchema
     transformed: Transformed | None = None
-    other_labels: tuple[Label, ...] = ()
-    weight: Weight | None = None
+    other_labels: tuple[Target, ...] = ()
+    weight: Target | None = None
 
     @property
-    def labels(self) -> tuple[Label, ...]:
+    def labels(self) -> tuple[Target, ...]:
         """All labels, in the order of their columns."""
         return (*((self.label,) if self.label else ()), *self.other_labels)
 
 
 _MANIFEST = TypeAdapter(Manifest)
-_HEADER = TypeAdapter(dict[str, object])
 REMEDY = "run `comera preprocess` again"
 
 
@@ -220,13 +209,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]", str(folder)):
             reason = "is a URL, which only training and evaluation read; copy the data set to this machine"
         raise UserError(f"{path} does not exist: {folder} {reason}")
-    text = read(path)
     try:
-        header = _HEADER.validate_json(text)
-        name, version = header.get("format"), header.get("format_version")
-        if (name, version) != (FORMAT, FORMAT_VERSION):
-            raise UserError(f"{path}: format {name} version {version}, expected {FORMAT} version {FORMAT_VERSION}; {REMEDY}")
-        manifest = _MANIFEST.validate_json(text)
+        manifest = _MANIFEST.validate_json(read(path))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -248,8 +232,8 @@ def files_of(manifest: Manifest) -> Iterator[Shard]:
     )
 
 
-def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = False) -> None:
-    """Check that every shard of every split exists and has the size, and optionally the rows and SHA-256, that the manifest states.
+def check_shards(manifest: Manifest, folder: str | Path) -> None:
+    """Check that every shard of every split exists and has the size that the manifest states, and each split's rows.
 
     Raises:
         ValueError: a shard is missing or differs; the message names the first.
@@ -259,10 +243,7 @@ def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = Fal
         if total != split.rows:
             raise UserError(f"{folder}: split {name} states {split.rows} rows, but its shards {total}; {REMEDY}")
         for shard in split.shards:
-            location = join(folder, shard.path)
-            _check_file(shard, location, contents=contents)
-            if contents and (rows := pq.read_metadata(open_ranges(location)).num_rows) != shard.rows:
-                raise UserError(f"{location} has {rows} rows, but the manifest states {shard.rows}; {REMEDY}")
+            _check_size(shard, join(folder, shard.path))
 
 
 def check_file(file: Shard, folder: Path, *, contents: bool = False) -> Path:
@@ -271,18 +252,19 @@ def check_file(file: Shard, folder: Path, *, contents: bool = False) -> Path:
     Raises:
         ValueError: it is missing or differs.
     """
-    _check_file(file, folder / file.path, contents=contents)
-    return folder / file.path
+    path = folder / file.path
+    _check_size(file, path)
+    if contents and file_sha256(path) != file.sha256:
+        raise UserError(f"{path} differs from the SHA-256 in the manifest; {REMEDY}")
+    return path
 
 
-def _check_file(file: Shard, path: Source, *, contents: bool) -> None:
+def _check_size(file: Shard, path: Source) -> None:
     size = size_of(path)
     if size is None:
         raise UserError(f"{path} does not exist, but the manifest lists it; {REMEDY}")
     if size != file.bytes:
         raise UserError(f"{path} has {size} bytes, but the manifest states {file.bytes}; {REMEDY}")
-    if contents and file_sha256(Path(path)) != file.sha256:
-        raise UserError(f"{path} differs from the SHA-256 in the manifest; {REMEDY}")
 
 
 def describe_file(path: str, folder: Path, *, rows: int) -> Shard:

@@ -24,6 +24,7 @@ if not LIBRARY.exists():
     )
 _library = ctypes.CDLL(str(LIBRARY))
 _int, _pointer = ctypes.c_int64, ctypes.POINTER
+_M_MMAP_THRESHOLD = -3  # in malloc.h
 
 
 class Array(ctypes.Structure):
@@ -85,12 +86,6 @@ class Columns(ctypes.Structure):
     )  # fmt: skip
 
 
-class Block(ctypes.Structure):
-    """`Block` of parse.cpp."""
-
-    _fields_ = (("bytes", _int), ("lines", _int), ("elements", _int))
-
-
 def _function(name: str, *arguments: Any) -> Any:
     function = _library[name]
     function.argtypes, function.restype, function.errcheck = arguments, _int, _refuse_wrong_sizes
@@ -111,14 +106,20 @@ def _by_key_dtype(name: str, *arguments: Any) -> dict[np.dtype, Any]:
 
 
 parse = _by_key_dtype("parse", Array, _pointer(Schema), _pointer(Columns))
-measure_block = _function("measure_block", Array, Array, _int, _int, _int, _pointer(Block))
 read_integers, read_labels, read_hex_digits, hash_texts = (
     _function(name, *[Array] * 4) for name in ("read_integers", "read_labels", "read_hex_digits", "hash_texts")
 )
-longest_line = _function("longest_line", Array)
 merge_runs = _by_key_dtype("merge_runs", *[Array] * 6)
 insert = _by_key_dtype("insert", Array, Array, _int, _int, _int)
 release_pages = _function("release_pages", Array)
-return_freed_arrays = _function("return_freed_arrays")
 encode_keys = _by_key_dtype("encode_keys", Array, Matrix, Matrix, Matrix, Array)
 encode_integers = _function("encode_integers", Matrix, Matrix, Array, Array, Matrix)
+
+
+def return_freed_arrays() -> None:
+    """From now on, return arrays of 1 MiB or more to the system when they are freed.
+
+    glibc would otherwise start to keep them in its heap, in whose gaps later arrays don't fit: a quarter of peak memory.
+    """
+    if hasattr(_library, "mallopt"):  # glibc
+        _library.mallopt(_M_MMAP_THRESHOLD, 1 << 20)

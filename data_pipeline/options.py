@@ -59,9 +59,7 @@ class PassOptions:
             raise UserError("`input` names no file; give at least one")
         refuse_overlap(self.output, "input", self.inputs)
         refuse_twice(self.inputs)
-        self._check_at_least(max_bad_rows=0, part_bytes=1)
-        if self.workers is not None:
-            self._check_at_least(workers=1)
+        self._check_at_least(max_bad_rows=0, part_bytes=1, workers=1)
         needed, least = _BASE_BYTES + self._worker_bytes, _BASE_BYTES + _WORKER_BYTES
         if self.memory_limit < needed:
             smaller = "or lower `part_bytes`" if self.memory_limit > least else f"as any parts need more than {format_bytes(least)}"
@@ -72,8 +70,9 @@ class PassOptions:
 
     def _check_at_least(self, **bounds: int) -> None:
         for name, least in bounds.items():
-            if getattr(self, name) < least:
-                raise UserError(f"`{name}` is {getattr(self, name)}; it must be at least {least}")
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise UserError(f"`{name}` is {number}; it must be at least {least}")
 
     @property
     def threads(self) -> int:
@@ -144,20 +143,17 @@ class PreprocessOptions(PassOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_at_least(min_count=1, seed=0)
+        self._check_at_least(min_count=1, seed=0, hash_buckets=2)
         if self.seed >= 1 << 64:
             raise UserError(f"`seed` is {self.seed}; it must be below 2**64")
-        if self.hash_buckets is not None:
-            self._check_at_least(hash_buckets=2)
         for name, count in self.min_counts.items():
             if count < 1:
                 raise UserError(f"`min_count` {name}={count}: it must be at least 1")
         if self.hash_buckets is not None and self.hash_buckets > 1 << 31:
             raise UserError(f"`hash_buckets` is {self.hash_buckets}; ids are 32-bit integers, so it must be at most {1 << 31}")
-        if self.order not in get_args(Order):
-            raise UserError(f"`order` is {self.order!r}; choose one of {', '.join(get_args(Order))}")
-        if self.split not in get_args(SplitKind):
-            raise UserError(f"`split` is {self.split!r}; choose one of {', '.join(get_args(SplitKind))}")
+        for name, choices in (("order", get_args(Order)), ("split", get_args(SplitKind))):
+            if getattr(self, name) not in choices:
+                raise UserError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
         if self.split == "day" and len(self.inputs) < 2:
             raise UserError("`split` day needs several logs, of which it validates and tests on the last; `input` names one")
         times = (self.val_from, self.test_from)

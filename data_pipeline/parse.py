@@ -6,19 +6,16 @@ Letters: n well-formed lines of a text, L labels, I integer columns, C categoric
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from data_pipeline import native
-from data_pipeline.native import Array, Block, Columns
+from data_pipeline.native import Array, Columns
 from data_pipeline.reference import Malformed, parse_line
 from data_pipeline.schema import KINDS, LogSchema
 
 REASONS_KEPT = 100
-# Bytes of arrays that hold a block of lines: few enough to bound memory, yet enough that the overhead of calls is small.
-BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,75 +52,36 @@ class Parsed:
         return len(self.starts)
 
 
-@dataclass(kw_only=True)
-class PartRecord:
-    """What a pass counts in a part, block by block: lines, well-formed rows, rejected lines, and why the first were rejected.
-
-    reasons: as (line of the part from 0, reason).
-    last: the log ends with this part.
-    """
-
-    last: bool
-    lines: int = 0
-    rows: int = 0
-    rejected: int = 0
-    reasons: tuple[tuple[int, str], ...] = ()
-
-    def add(self, parsed: Parsed) -> None:
-        """Count a block."""
-        self.lines += parsed.lines
-        self.rows += parsed.rows
-        self.rejected += parsed.rejected
-        self.reasons += parsed.reasons[: REASONS_KEPT - len(self.reasons)]
+def count_cells(text: np.ndarray, schema: LogSchema) -> tuple[int, int]:
+    """Return the number of lines of a text, and the most list elements that any of its columns can have."""
+    separators = {ord(column.separator) for column in schema.columns if column.kind == "list"}
+    lines, *elements = (int(np.count_nonzero(text == byte)) for byte in (ord("\n"), *separators))
+    return lines, sum(elements) + (lines if separators else 0)
 
 
-def parse(text: bytes | memoryview, schema: LogSchema) -> Parsed:
-    """Parse whole lines, each ending with a newline (\\n or \\r\\n)."""
-    whole = np.frombuffer(text, np.uint8)
-    return _parse(whole, schema, measure(whole, schema, 1 << 62))
-
-
-def parse_blocks(text: bytes | memoryview, schema: LogSchema, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
-    """Parse whole lines in blocks, each of as many lines as arrays of `block_bytes` hold, but at least one.
-
-    `starts` and the lines of `reasons` count from the text's beginning.
-    """
-    rest = np.frombuffer(text, np.uint8)
-    begin = lines = 0
-    while len(rest):
-        block = measure(rest, schema, block_bytes)
-        yield _parse(rest[: block.bytes], schema, block, begin=begin, first_line=lines)
-        rest, begin, lines = rest[block.bytes :], begin + block.bytes, lines + block.lines
-
-
-def longest_line(text: bytes | bytearray) -> int:
-    """Return the bytes of the longest line, without its newline; the text is whole lines."""
-    longest: int = native.longest_line(Array(np.frombuffer(text, np.uint8), np.uint8))
-    return longest
-
-
-def measure(text: np.ndarray, schema: LogSchema, room: int) -> Block:
-    """Measure the first lines of a text: as many as fit arrays of `room` bytes, but at least one."""
+def array_bytes(schema: LogSchema, lines: int, elements: int) -> int:
+    """Return the most bytes of the arrays that lines are parsed into."""
     numbers = schema.number_dtype.itemsize + (4 if schema.number_dtype != np.int32 else 0)  # parsed as int32, then converted
     cells = (1, numbers + 1, schema.key_dtype.itemsize + 1, 8, 8)  # bytes per line of the arrays that `counts` counts
     counts = (len(schema.labels), len(schema.integers), len(schema.singles), len(schema.lists), 1)
-    line_bytes = sum(size * count for size, count in zip(cells, counts, strict=True))
-    separators = {ord(column.separator) for column in schema.columns if column.kind == "list"}
-    block = Block()
-    list_separators = Array(np.array(sorted(separators), np.uint8), np.uint8)
-    native.measure_block(Array(text, np.uint8), list_separators, line_bytes, 8 * len(schema.lists), room, ctypes.byref(block))
-    return block
+    return lines * sum(size * count for size, count in zip(cells, counts, strict=True)) + 8 * elements * len(schema.lists)
 
 
-def _parse(text: np.ndarray, schema: LogSchema, block: Block, *, begin: int = 0, first_line: int = 0) -> Parsed:
-    integers, singles, lists, lines = len(schema.integers), len(schema.singles), len(schema.lists), block.lines
-    arrays = {
+def parse(text: np.ndarray, schema: LogSchema, counts: tuple[int, int] | None = None) -> Parsed:
+    """Parse the bytes of whole lines, each ending with a newline (\\n or \\r\\n).
+
+    Args:
+        counts: what `count_cells` returns, if the caller has counted already.
+    """
+    lines, elements = counts or count_cells(text, schema)
+    integers, singles, lists = len(schema.integers), len(schema.singles), len(schema.lists)
+    arrays: dict[str, np.ndarray] = {
         "labels": np.empty((len(schema.labels), lines), np.int8),
         "integers": np.empty((integers, lines), np.int32),
         "integer_missing": np.empty((integers, lines), np.bool_),
         "keys": np.empty((singles, lines), schema.key_dtype),
         "key_missing": np.empty((singles, lines), np.bool_),
-        "list_keys": np.empty((lists, block.elements), np.uint64),
+        "list_keys": np.empty((lists, elements), np.uint64),
         "list_ends": np.empty((lists, lines), np.int64),
         "starts": np.empty(lines, np.int64),
     }
@@ -133,19 +91,11 @@ def _parse(text: np.ndarray, schema: LogSchema, block: Block, *, begin: int = 0,
     separators = np.frombuffer("".join(column.separator for column in schema.columns).encode(), np.uint8)
     line = native.Schema(Array(kinds, np.uint8), Array(separators, np.uint8), ord(schema.separator))
     rows = native.parse[schema.key_dtype](Array(text, np.uint8), ctypes.byref(line), ctypes.byref(columns))
-    rejected = lines - rows
-    first = [array[:rejected].tolist() for array in bad.values()]
+    first = zip(*(array[: lines - rows].tolist() for array in bad.values()), strict=True)
     cut = {name: array if name == "list_keys" else array[..., :rows] for name, array in arrays.items()}
-    cut["starts"] += begin
     cut["integers"] = cut["integers"].astype(schema.number_dtype, copy=False)
-    return Parsed(
-        **cut,
-        lines=lines,
-        rejected=rejected,
-        reasons=tuple(
-            (first_line + number, _reason(bytes(text[start:end]), schema)) for number, start, end in zip(*first, strict=True)
-        ),
-    )
+    reasons = tuple((number, _reason(bytes(text[start:end]), schema)) for number, start, end in first)
+    return Parsed(**cut, lines=lines, rejected=lines - rows, reasons=reasons)
 
 
 def _reason(line: bytes, schema: LogSchema) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
+import itertools
 import lzma
 import re
 import zlib
@@ -26,7 +27,6 @@ import pyarrow as pa
 from data_pipeline import row_groups
 from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
-from data_pipeline.parse import longest_line
 from data_pipeline.schema import LogSchema, criteo_schema, detect_criteo_schema
 from data_pipeline.sources import Source, empty, identify_log, open_log, unreadable
 from data_pipeline.tables import Layout, json_types, read_names
@@ -153,14 +153,16 @@ def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns
         ValueError: the log can't be read, is damaged or empty, or has a line longer than `LONGEST_LINE`.
     """
     magic = _magic(source)
-    read = _streamed_parts if _compression(magic) else _plain_parts
     with _errors_of_reading(source):
         if magic.startswith(row_groups.MAGIC):
             yield from _parquet_parts(log, source, part_bytes, skip, columns)
             return
-        for part in read(log, source, part_bytes, skip):
-            if longest_line(part.content) > LONGEST_LINE:
-                raise _too_long(source)
+        for part in _text_parts(log, source, part_bytes, skip):
+            start = 0
+            while len(part.content) - start > LONGEST_LINE:  # of lines that begin and end in a window, none is too long
+                start = part.content.rfind(b"\n", start, start + LONGEST_LINE + 1) + 1
+                if not start:
+                    raise _too_long(source)
             yield part
 
 
@@ -214,60 +216,52 @@ def _count_plain(size: int, part_bytes: int) -> int:
     return max(1, -(-size // part_bytes))
 
 
-def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
-    size = identify_log(source).bytes
-    count = _count_plain(size, part_bytes)
-    with open_log(source) as file:
-        for number in range(count):
-            if skip(number):
+def _text_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
+    is_compressed = _compression(_magic(source)) is not None
+    size = 0 if is_compressed else identify_log(source).bytes
+    count = None if is_compressed else _count_plain(size, part_bytes)
+    room = part_bytes + LONGEST_LINE + 1  # of a part, the byte before it and the rest of its last line
+    with _decompressed(source) if is_compressed else open_log(source) as file:
+        text = bytearray()  # what has been read from `offset` on
+        for number in itertools.count() if count is None else range(count):
+            offset = max(0, number * part_bytes - 1)  # if the byte before is a newline, the part begins with a line
+            if count is None:
+                while len(text) <= room and (block := file.read(_BLOCK)):
+                    text += block
+                ended = len(text) <= room
+                if not text and not number:
+                    raise empty(source)
+            elif skip(number):
                 continue
-            # Search from the byte before the part: if it is a newline, a line begins with the part's first byte.
-            start = _line_end(file, number * part_bytes - 1, source) if number else 0
-            end = _line_end(file, min((number + 1) * part_bytes, size) - 1, source)
-            text = bytearray(end - start)
-            file.seek(start)
-            if file.readinto(text) != len(text):
-                raise inputs_changed()
-            _end_lines(text, ends_log=end == size)
-            yield Part(log=log, number=number, start=start, content=text, last=number + 1 == count)
-
-
-def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
-    with _decompressed(source) as stream:
-        number, start, buffered, ended = 0, 0, bytearray(), False
-        while not (ended and number and not buffered):
-            earliest_end = (number + 1) * part_bytes - 1 - start  # the part ends at the first newline from here on
-            end = buffered.find(b"\n", max(earliest_end, 0)) + 1
-            if (not end or end == len(buffered)) and not ended:  # read more to learn whether this part is the last
-                block = stream.read(_BLOCK)
-                buffered += block
-                ended = not block
-                if len(buffered) - max(earliest_end, 0) > LONGEST_LINE + _BLOCK:
-                    raise _too_long(source)
-                continue
-            if earliest_end < 0:  # no line begins in this part
-                end = 0
-            elif not end:
-                end = len(buffered)
-            if not start and not buffered:
-                raise empty(source)
-            with memoryview(buffered) as view:
-                text = bytearray(view[:end])
-            del buffered[:end]
-            _end_lines(text, ends_log=ended and not buffered)
+            else:
+                text = bytearray(min(room, size - offset))
+                file.seek(offset)
+                if file.readinto(text) != len(text):
+                    raise inputs_changed()
+                ended = offset + len(text) == size
+            begin = _line_end(text, 0, ended=ended, source=source) if number else 0
+            end = _line_end(text, (number + 1) * part_bytes - 1 - offset, ended=ended, source=source)
+            ends_log = ended and end == len(text)
+            is_last = ends_log if count is None else number + 1 == count
+            if count is None:
+                content = text[begin:end]
+                del text[: (number + 1) * part_bytes - 1 - offset]
+            else:
+                content = text
+                del content[end:], content[:begin]
+            _end_lines(content, ends_log=ends_log)
             if not skip(number):
-                yield Part(log=log, number=number, start=start, content=text, last=ended and not buffered)
-            number, start = number + 1, start + end
+                yield Part(log=log, number=number, start=offset + begin, content=content, last=is_last)
+            if is_last:
+                return
 
 
-def _line_end(file: BufferedIOBase, position: int, source: Source) -> int:
+def _line_end(text: bytearray, position: int, *, ended: bool, source: Source) -> int:
     """Return the end of the line that contains the byte at `position`: after its newline, or the end of the log."""
-    file.seek(position)
-    window = file.read(LONGEST_LINE + 1)
-    end = window.find(b"\n")
-    if end < 0 and len(window) > LONGEST_LINE:
+    end = text.find(b"\n", position) + 1
+    if not end and not ended:
         raise _too_long(source)
-    return position + (end + 1 if end >= 0 else len(window))
+    return end or len(text)
 
 
 def _end_lines(text: bytearray, *, ends_log: bool) -> None:

@@ -57,7 +57,7 @@ def on_threads(
     are at most as many parts in memory as threads, and one for each log being read.
     """
     native.return_freed_arrays()
-    logs = (job.reader(log, leave_out.__contains__)() for log, leave_out in done.items())
+    logs = (job.parts(log, leave_out.__contains__) for log, leave_out in done.items())
     tasks: dict[Future[Any], Iterator[Part] | None] = {}  # the log of a read; None of work on a part
 
     def work_on(part: Part) -> Result:
@@ -119,7 +119,7 @@ def _tasks(
 
 def _work_on(job: Job, work: Work[Result], log: int, skip: Skip, details: Mapping[int, Any]) -> list[Result]:
     native.return_freed_arrays()
-    return [work(job, part, details.get(part.number)) for part in job.reader(log, skip)()]
+    return [work(job, part, details.get(part.number)) for part in job.parts(log, skip)]
 
 
 @contextmanager

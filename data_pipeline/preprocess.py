@@ -28,7 +28,7 @@ from data_pipeline.order_pass import order_vocabularies
 from data_pipeline.parts import detect_schema
 from data_pipeline.pool import Schedule, open_job
 from data_pipeline.work import Tell
-from data_pipeline.write_pass import count_zeros, describe_rows, write_logs
+from data_pipeline.write_pass import write_logs
 
 _ROUNDING = 1e-12  # of a standard deviation, relative to the largest value
 
@@ -71,15 +71,12 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
     if options.order == "similarity":
         ranked = open_encoder(integers, categories, job.work.ranked, job.schema, **options.table_room)
         categories = order_vocabularies(job, schedule, parts, bounds, ranked, categories)
-    encoder = open_encoder(integers, categories, job.work.data, job.schema, **options.table_room)
-    written = write_logs(job, schedule, parts, bounds, encoder)
+    times = {"val_from": job.splitting.val_from, "test_from": job.splitting.test_from}  # found, or those of the options
     return Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
-        options=options.recorded() | job.splitting.times(),
-        integer_columns=integers,
-        categorical_columns=count_zeros(categories, written),
-        **describe_rows(job, parts, written),
+        options=options.recorded() | (times if job.splitting.split == "time" else {}),
+        **write_logs(job, schedule, parts, bounds, integers, categories),
     )
 
 

@@ -36,7 +36,7 @@ def plan(metadata: pq.FileMetaData, part_bytes: int) -> list[Slice]:
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         rows = group.num_rows
-        size = max(group.total_byte_size, rows * group.num_columns * _LEAST_CELL_BYTES)
+        size = _size(group)
         parts_of_group = -(-size // part_bytes)
         if not rows:
             continue
@@ -56,6 +56,16 @@ def plan(metadata: pq.FileMetaData, part_bytes: int) -> list[Slice]:
             filled = size
         start += rows
     return slices
+
+
+def _size(group: pq.RowGroupMetaData) -> int:
+    return max(group.total_byte_size, group.num_rows * group.num_columns * _LEAST_CELL_BYTES)
+
+
+def largest_group(log: Source) -> int:
+    """Return the bytes of a log's largest row group: parts of this size are single groups, unless smaller ones fit in one."""
+    metadata = read_metadata(log)
+    return max((_size(metadata.row_group(number)) for number in range(metadata.num_row_groups)), default=1)
 
 
 def read_metadata(log: Source) -> pq.FileMetaData:

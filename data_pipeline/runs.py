@@ -97,16 +97,9 @@ class Counter:
 
     def _write(self) -> None:
         path = self._path.with_name(f"{self._path.name}.{len(self._runs)}")
-        counted = ([count(np.concatenate(keys))] for keys in self._keys)
+        counted = ([np.unique(np.concatenate(keys), return_counts=True)] for keys in self._keys)
         self._runs.append(write_run(path, counted, count_bytes=4))  # as there are fewer keys than 2^32
         self._keys, self._bytes = [keys[:1] for keys in self._keys], 0
-
-
-def count(keys: np.ndarray) -> Counted:
-    """Sort an array of keys in place, and return the distinct ones and their counts."""
-    keys.sort()
-    starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
-    return keys[starts], np.diff(starts, append=len(keys)).astype(_COUNT)
 
 
 def merge_two(left: Counted, right: Counted) -> Counted:
@@ -168,11 +161,8 @@ def merge_in_levels(
 
         def merged(number: int, groups: list[list[Run]] = groups, level: int = level) -> Run:
             name = f"merged-{level}-{number:05d}"
-            run = work.load(f"tables/{name}", Run)
-            if run is None:
-                merged_columns = (merge(groups[number], folder, c, key_dtype=key_dtype, entries=entries) for c in range(columns))
-                run = write_run(folder / name, merged_columns)
-                work.save(f"tables/{name}", run)
+            columns_of_group = (merge(groups[number], folder, c, key_dtype=key_dtype, entries=entries) for c in range(columns))
+            run = work.once(f"tables/{name}", Run, lambda: write_run(folder / name, columns_of_group))
             for replaced in groups[number]:
                 replaced.remove(folder)
             return run

@@ -1,11 +1,9 @@
-"""Pass 2 for one part: parsed columns are encoded and written as Parquet shards, one for each split with rows in the part."""
+"""Encoding of parsed columns, and writing of encoded rows as Parquet shards."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,11 @@ import pyarrow.parquet as pq
 
 from data_pipeline import native
 from data_pipeline.arrow import to_arrow, to_lists
-from data_pipeline.atomic import replacing
 from data_pipeline.counts import list_elements
 from data_pipeline.hashing import IdSource, encode_keys
-from data_pipeline.manifest import IntegerColumn, Shard, describe_file
+from data_pipeline.manifest import IntegerColumn
 from data_pipeline.native import Array, Matrix
 from data_pipeline.parse import Parsed
-from data_pipeline.parts import inputs_changed
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Rows
 
@@ -34,17 +30,6 @@ _DICTIONARY_IDS = 1 << 14
 _LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
 _ROWS_KEY = "comera_rec.rows"
 _LARGEST = np.finfo(np.float32).max
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrittenShard:
-    """A shard of a split, the sum of each label, the count of id 0 in each categorical column, and the sum of the weights."""
-
-    split: str
-    shard: Shard
-    positives: tuple[int, ...]
-    zeros: tuple[int, ...]
-    weight: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,58 +121,22 @@ def _encode_numbers(values: np.ndarray, missing: np.ndarray, column: IntegerColu
     return np.where(missing, 0, np.log(np.maximum(values, _low(column)) - _low(column) + 2)).astype(np.float32)
 
 
-RowsOf = Callable[[Parsed, int], Mapping[str, Rows]]
-
-
-def write_part(
-    blocks: Iterable[Parsed], encoder: Encoder, data: Path, *, rows_of: RowsOf, shards: Mapping[str, Shard]
-) -> tuple[WrittenShard, ...]:
-    """Encode a part, and write its shards.
+class ShardWriter:
+    """Encodes a split's rows from several blocks, and collects them into row groups.
 
     Args:
-        rows_of: takes a block and the number of its first row in the part; returns the rows of each split.
-        shards: by split, the shards to write, with path, rows and range of input rows.
-    """
-    with ExitStack() as stack:
-        paths = {split: stack.enter_context(replacing(data / shard.path)) for split, shard in shards.items()}
-        writers = {
-            split: stack.enter_context(_ShardWriter(encoder, path, f"{split} {shards[split].from_rows}"))
-            for split, path in paths.items()
-        }
-        first = 0
-        for parsed in blocks:
-            for split, rows in rows_of(parsed, first).items():
-                if split in writers:
-                    writers[split].add(parsed, rows)
-            first += parsed.rows
-        if first != sum(writer.rows for writer in writers.values()) or any(
-            writers[split].rows != shard.rows for split, shard in shards.items()
-        ):
-            raise inputs_changed()
-    written = []
-    for split, shard in shards.items():
-        described = replace(describe_file(shard.path, data, rows=shard.rows), from_rows=shard.from_rows)
-        positives, zeros = (tuple(sums.tolist()) for sums in (writers[split].positives, writers[split].zeros))
-        written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=zeros, weight=writers[split].weight))
-    return tuple(written)
-
-
-class _ShardWriter:
-    """Collects a split's rows from several blocks into row groups.
-
-    Args:
-        rows: the split and its range of input rows, as `recorded_rows` reads them.
+        from_rows: the range of input rows that the rows are from, for `recorded_rows`.
     """
 
-    def __init__(self, encoder: Encoder, path: Path, rows: str) -> None:
+    def __init__(self, encoder: Encoder, path: Path, split: str, from_rows: tuple[int, int] | None) -> None:
         self._encoder, self._writer = encoder, encoder.writer(path)
-        self._writer.add_key_value_metadata({_ROWS_KEY: rows})
+        self._writer.add_key_value_metadata({_ROWS_KEY: f"{split} {from_rows}"})
         self._waiting = encoder.columns.empty_table()
         self.rows, self.weight = 0, 0.0
         self.positives = np.zeros(len(encoder.schema.labels), np.int64)
         self.zeros = np.zeros(len(encoder.id_sources), np.int64)
 
-    def __enter__(self) -> _ShardWriter:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
@@ -214,6 +163,6 @@ class _ShardWriter:
 
 
 def recorded_rows(path: Path) -> tuple[str, tuple[int, int]] | None:
-    """Return the split and the range of input rows that `write_part` recorded in a shard."""
+    """Return the split and the range of input rows that `ShardWriter` recorded in a shard."""
     match = re.fullmatch(rb"(\w+) \((\d+), (\d+)\)", (pq.read_metadata(path).metadata or {}).get(_ROWS_KEY.encode(), b""))
     return (match[1].decode(), (int(match[2]), int(match[3]))) if match else None

@@ -44,11 +44,6 @@ class Splitting:
         """Whether a row's split is known without counting the rows before it."""
         return self.split in ("random", "time")
 
-    def times(self) -> dict[str, float]:
-        """Return the times that a manifest records besides the fractions."""
-        named = {"val_from": self.val_from, "test_from": self.test_from}
-        return {name: time for name, time in named.items() if time is not None}
-
     def schema_used(self, schema: LogSchema) -> LogSchema:
         """Return the schema with a column of times ignored, unless rows are split by it.
 
@@ -60,21 +55,6 @@ class Splitting:
         if not schema.of_kind("time"):
             raise UserError("`split` time needs a column of kind time; name one in `schema`")
         return schema
-
-    def splits_of_rows(self, log: int, starts: np.ndarray, times: np.ndarray | None) -> np.ndarray:
-        """Return rows' splits as indices into SPLITS, int8 [n].
-
-        Args:
-            log: the number of their log.
-            starts: where they begin in its text, or their numbers in it, int64 [n].
-            times: as in `Parsed`.
-        """
-        if self.split == "random":
-            return self.drawn(log, starts)
-        assert times is not None, "`schema_used` has been called"
-        assert self.val_from is not None, "times are known before rows are split by them"
-        assert self.test_from is not None, "times are known before rows are split by them"
-        return np.searchsorted([self.val_from, self.test_from], times, side="right").astype(np.int8)
 
     def drawn(self, log: int, starts: np.ndarray) -> np.ndarray:
         """Draw random splits as indices into SPLITS, int8 [n], from the positions of rows in their log, int64 [n]."""

@@ -15,12 +15,14 @@ import pyarrow as pa
 import pyarrow.csv
 from tqdm import tqdm
 
-from data_pipeline.atomic import finished
+from data_pipeline.atomic import replacing
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 from data_pipeline.errors import UserError
 from data_pipeline.planted import DECAY, PlantedModel, PlantedRows
+from data_pipeline.work import work_folder
 
 _BINS = 1 << 18
+_CHUNK_ROWS = 1 << 16  # in memory at a time
 # The four hex digits of every 16-bit number, as one 32-bit word.
 _HEX_DIGITS = np.array([f"{number:04x}".encode() for number in range(1 << 16)], dtype="S4").view(np.uint32)
 
@@ -35,7 +37,6 @@ class SynthOptions:
         scale: multiplies the cardinalities of Criteo's Kaggle log.
         decay: how fast effects shrink with a value's frequency rank k: their standard deviations by (1 + k / 100)^-decay.
         groups: how much values that occur together have in common, from 0 to 1; see `data_pipeline.planted`.
-        chunk_rows: rows in memory at a time; the log does not depend on it.
 
     Raises:
         ValueError: an option is out of range.
@@ -48,10 +49,9 @@ class SynthOptions:
     decay: float = DECAY
     groups: float = 0.0
     overwrite: bool = False
-    chunk_rows: int = 1 << 16
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 1), ("seed", 0), ("chunk_rows", 1)):
+        for name, least in (("rows", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"`{name}` is {getattr(self, name)}; it must be at least {least}")
         if not 0 < self.scale <= 100:
@@ -141,12 +141,13 @@ def synth(options: SynthOptions) -> Truth:
     whole, last_tenth = _Scorer(), _Scorer()
     test_start = options.rows - options.rows // 10
     with (
-        finished(options.output, overwrite=options.overwrite) as work,
-        _create(work, compress=options.output.suffix == ".gz") as file,
+        work_folder(options.output, identity={}, files=None, overwrite=options.overwrite, tell=lambda line: None) as work,
+        replacing(work.data / options.output.name) as path,
+        _create(path, compress=options.output.suffix == ".gz") as file,
         tqdm(total=options.rows, desc="drawing", unit="row", unit_scale=True, disable=None) as bar,
     ):
-        for start in range(0, options.rows, options.chunk_rows):
-            rows = model.rows(uniform.random((min(options.chunk_rows, options.rows - start), model.draws)))
+        for start in range(0, options.rows, _CHUNK_ROWS):
+            rows = model.rows(uniform.random((min(_CHUNK_ROWS, options.rows - start), model.draws)))
             _write_rows(rows, file)
             whole.add(rows.label, rows.probability)
             tail = slice(max(test_start - start, 0), None)
@@ -155,8 +156,8 @@ def synth(options: SynthOptions) -> Truth:
     score = whole.score()
     assert score is not None  # there is at least one row
     truth = Truth(**chosen, whole=score, last_tenth=last_tenth.score())
-    with finished(truth_path(options.output), overwrite=True) as work:
-        work.write_text(json.dumps(truth.to_dict(), indent=2) + "\n")
+    with replacing(truth_path(options.output)) as path:
+        path.write_text(json.dumps(truth.to_dict(), indent=2) + "\n")
     return truth
 
 

@@ -1,4 +1,4 @@
-"""Parsing of formats beyond `data_pipeline.parse`, with Arrow: quoted CSV, named columns in any order, JSON lines, Parquet.
+"""Parsing of logs block by block: by `data_pipeline.parse`, or with Arrow quoted CSV, columns in any order, JSON lines, Parquet.
 
 Each line is a row. A value that doesn't end on its line, such as a quoted text with a line break, is malformed. Arrow refuses a
 block as a whole, so a refused block is halved, down to the lines that are malformed.
@@ -20,12 +20,14 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 
 from data_pipeline.cells import is_list, to_parsed
-from data_pipeline.parse import BLOCK_BYTES, REASONS_KEPT, Parsed, measure
+from data_pipeline.parse import REASONS_KEPT, Parsed, array_bytes, count_cells, parse
 from data_pipeline.schema import Column, LogSchema
 
 Layout: TypeAlias = "tuple[str, ...] | pa.Schema"
 """Column names in the order of a line, or the types of JSON's columns by name."""
 
+# Bytes of arrays that hold a block: few enough to bound memory, yet enough that the overhead of calls is small.
+BLOCK_BYTES = 16 << 20
 _ARRAYS_PER_TEXT = 8  # bytes of a block's arrays per byte of text: Arrow and the search for quotes hold several arrays
 _COPIES = 4  # of a cell's bytes, between Parquet's array and the hashes
 _NUMBER_BYTES = 8 + 1  # of a number or key and its missing flag
@@ -70,29 +72,36 @@ def _json_type(values: list[Any], column: Column) -> pa.DataType:
     return pa.float64()
 
 
-def text_blocks(text: memoryview, schema: LogSchema, layout: Layout, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
-    """Parse whole lines in blocks, each of as many lines as arrays of `block_bytes` hold, but at least one.
+def text_blocks(
+    text: bytes | bytearray, schema: LogSchema, layout: Layout | None, *, begin: int = 0, block_bytes: int = BLOCK_BYTES
+) -> Iterator[Parsed]:
+    """Parse whole lines in blocks, whose arrays take at most `block_bytes` unless a block is a single line.
 
-    `starts` and the lines of `reasons` count from the text's beginning.
+    Args:
+        layout: None if `data_pipeline.parse` reads the lines.
+        begin: where the first line begins; `starts` count from the text's beginning, the lines of `reasons` from this line.
     """
-    begin = lines = 0
-    while begin < len(text):
-        window = bytes(text[begin : begin + block_bytes // _ARRAYS_PER_TEXT])
-        end = window.rfind(b"\n") + 1
-        if not end:  # one long line
-            window = bytes(text[begin:])
-            end = window.find(b"\n") + 1
-        block = window[: measure(np.frombuffer(window, np.uint8)[:end], schema, block_bytes).bytes]
-        parsed = parse_text(block, schema, layout)
+    room = block_bytes // _ARRAYS_PER_TEXT if layout else 2 * block_bytes  # of text, as counting its cells takes as much again
+    lines = 0
+    waiting = [(begin, len(text))] if begin < len(text) else []
+    while waiting:
+        begin, end = waiting.pop()
+        block, middle = np.frombuffer(text, np.uint8, end - begin, begin), (begin + end) // 2
+        cut = text.rfind(b"\n", begin, middle) + 1 or text.find(b"\n", middle, end - 1) + 1  # 0 if it is a single line
+        counts = None if cut and end - begin > room else count_cells(block, schema)
+        if cut and (counts is None or array_bytes(schema, *counts) > block_bytes):
+            waiting += [(cut, end), (begin, cut)]
+            continue
+        parsed = parse_text(bytes(block), schema, layout) if layout else parse(block, schema, counts)
         yield _shifted(parsed, begin, lines)
-        begin, lines = begin + len(block), lines + parsed.lines
+        lines += parsed.lines
 
 
 def table_blocks(table: pa.Table, schema: LogSchema, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
     """Parse rows of Parquet in blocks, as `text_blocks` does lines."""
     begin = 0
     for block in _split_table(table, len(schema.lists), block_bytes):
-        yield _shifted(parse_table(block, schema), begin, begin)
+        yield _shifted(_to_parsed(block, schema)[0], begin, begin)
         begin += len(block)
 
 
@@ -117,11 +126,6 @@ def _split_table(table: pa.Table, lists: int, block_bytes: int) -> Iterator[pa.T
     yield from _split_table(table[middle:], lists, block_bytes)
 
 
-def parse_table(table: pa.Table, schema: LogSchema) -> Parsed:
-    """Parse rows of Parquet; lines are row numbers."""
-    return _to_parsed(table, schema)[0]
-
-
 def _to_parsed(table: pa.Table, schema: LogSchema) -> tuple[Parsed, np.ndarray]:
     columns = {}
     for column in schema.columns:
@@ -143,22 +147,20 @@ def parse_text(text: bytes, schema: LogSchema, layout: Layout) -> Parsed:
     else:
         sources = sorted({column.source for column in schema.columns if column.kind != "ignore"})
         read, tables = _csv_reader(schema, layout, sources), [pa.schema([(name, pa.binary()) for name in sources]).empty_table()]
-        reasons = _misshapen_csv(text, data, starts, newlines, schema)
+        reasons = _misshapen_csv(text, data, starts, newlines, schema, len(layout))
     reasons |= dict.fromkeys(np.flatnonzero(starts == stops).tolist(), "blank line")
     lines, kept = [np.empty(0, np.int64)], np.setdiff1d(np.arange(len(starts)), np.array([*reasons], np.int64))
-    try:
-        tables.append(_read_rows(text if not reasons else _join(text, starts, newlines, kept), read, len(kept)))
-        lines.append(kept)
-    except _Refused:
-        if not isinstance(layout, pa.Schema):  # first those that are easily found, in case they are many
-            reasons |= _uneven(data, starts, newlines, kept, schema, len(layout))
-            kept = np.setdiff1d(kept, np.array([*reasons], np.int64))
-        for read_lines, result in _halved(lambda some: _join(text, starts, newlines, some), read, kept):
-            if isinstance(result, str):
-                reasons[int(read_lines[0])] = result
-            else:
-                lines.append(read_lines)
-                tables.append(result)
+
+    def text_of(some: np.ndarray) -> bytes:
+        spans = zip(starts[some].tolist(), newlines[some].tolist(), strict=True)
+        return text if len(some) == len(starts) else b"".join(text[start : newline + 1] for start, newline in spans)
+
+    for read_lines, rows in _read_rows(read, text_of, kept):
+        if isinstance(rows, str):
+            reasons[int(read_lines[0])] = rows
+        else:
+            lines.append(read_lines)
+            tables.append(rows)
     parsed, good = _to_parsed(pa.concat_tables(tables), schema)
     line_of_row = np.concatenate(lines)
     reasons |= {int(line_of_row[row]): reason for row, reason in parsed.reasons}
@@ -171,43 +173,24 @@ def parse_text(text: bytes, schema: LogSchema, layout: Layout) -> Parsed:
     )
 
 
-class _Refused(ValueError):
-    """Lines are not one row each; the message says why."""
-
-
-def _join(text: bytes, starts: np.ndarray, newlines: np.ndarray, lines: np.ndarray) -> bytes:
-    return b"".join(
-        text[start : newline + 1] for start, newline in zip(starts[lines].tolist(), newlines[lines].tolist(), strict=True)
-    )
-
-
-def _read_rows(text: bytes, read: Callable[[bytes], pa.Table], lines: int) -> pa.Table:
-    """Read lines with Arrow.
-
-    Raises:
-        _Refused: Arrow refuses them, or they are not one row each.
-    """
-    try:
-        table = read(text) if lines else None
-    except pa.ArrowException as error:
-        raise _Refused(_reason(error)) from error
-    if table is None or len(table) != lines:
-        raise _Refused("a value doesn't end on its line, or others follow it")
-    return table
-
-
-def _halved(
-    text_of: Callable[[np.ndarray], bytes], read: Callable[[bytes], pa.Table], lines: np.ndarray
+def _read_rows(
+    read: Callable[[bytes], pa.Table], text_of: Callable[[np.ndarray], bytes], lines: np.ndarray
 ) -> Iterator[tuple[np.ndarray, pa.Table | str]]:
     """Yield lines with their rows, or a single malformed line with the reason."""
-    for half in np.array_split(lines, 2):
-        try:
-            yield half, _read_rows(text_of(half), read, len(half))
-        except _Refused as error:
-            if len(half) == 1:
-                yield half, str(error)
-            elif len(half):
-                yield from _halved(text_of, read, half)
+    if not len(lines):
+        return
+    try:
+        table = read(text_of(lines))
+        refused = "" if len(table) == len(lines) else "a value doesn't end on its line, or others follow it"
+    except pa.ArrowException as error:
+        refused = _reason(error)
+    if not refused:
+        yield lines, table
+    elif len(lines) == 1:
+        yield lines, refused
+    else:
+        for half in np.array_split(lines, 2):
+            yield from _read_rows(read, text_of, half)
 
 
 def _reason(error: pa.ArrowException) -> str:
@@ -222,10 +205,8 @@ def _reason(error: pa.ArrowException) -> str:
 
 
 def _json_reader(types: pa.Schema) -> Callable[[bytes], pa.Table]:
-    options = pa_json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore")
-    return lambda text: pa_json.read_json(
-        io.BytesIO(text), pa_json.ReadOptions(use_threads=False, block_size=len(text) + 1), options
-    )
+    parse = pa_json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore")
+    return lambda text: pa_json.read_json(io.BytesIO(text), pa_json.ReadOptions(use_threads=False, block_size=len(text) + 1), parse)
 
 
 def _csv_reader(schema: LogSchema, names: Sequence[str], sources: Sequence[str]) -> Callable[[bytes], pa.Table]:
@@ -251,30 +232,23 @@ def _misshapen_json(text: bytes, data: np.ndarray, starts: np.ndarray, stops: np
     return {line: "it is not a JSON object" for line, row in stripped.items() if not (row.startswith(b"{") and row.endswith(b"}"))}
 
 
-def _misshapen_csv(text: bytes, data: np.ndarray, starts: np.ndarray, newlines: np.ndarray, schema: LogSchema) -> dict[int, str]:
-    """Return reasons for lines that Arrow would divide, or join with others."""
-    reasons = {}
-    if schema.format == "csv":
-        quotes = np.flatnonzero(data == ord('"'))
-        odd = (np.searchsorted(quotes, newlines) - np.searchsorted(quotes, starts)) % 2
-        reasons = dict.fromkeys(np.flatnonzero(odd).tolist(), "a quoted value doesn't end on its line")
-    if text.count(b"\r") != text.count(b"\r\n"):
-        returns = np.flatnonzero(data == ord("\r"))
-        lone = returns[data[returns + 1] != ord("\n")]
-        lines = np.searchsorted(newlines, lone).tolist()
-        reasons |= dict.fromkeys(lines, "a carriage return within the line")
-    return reasons
-
-
-def _uneven(
-    data: np.ndarray, starts: np.ndarray, newlines: np.ndarray, lines: np.ndarray, schema: LogSchema, columns: int
+def _misshapen_csv(
+    text: bytes, data: np.ndarray, starts: np.ndarray, newlines: np.ndarray, schema: LogSchema, columns: int
 ) -> dict[int, str]:
-    """Return reasons for lines without quotes that have a wrong number of columns."""
+    """Return reasons for lines that Arrow would divide or join with others, and for most lines of a wrong number of columns."""
 
     def count(character: str) -> np.ndarray:
         positions = np.flatnonzero(data == ord(character))
-        return np.searchsorted(positions, newlines[lines]) - np.searchsorted(positions, starts[lines])
+        return np.searchsorted(positions, newlines) - np.searchsorted(positions, starts)
 
-    counts, quotes = 1 + count(schema.separator), count('"') if schema.format == "csv" else np.zeros(len(lines))
-    bad = np.flatnonzero((counts != columns) & (quotes == 0)).tolist()
-    return {int(lines[number]): f"{counts[number]} columns where {columns} are expected" for number in bad}
+    reasons, quotes = {}, count('"') if schema.format == "csv" and b'"' in text else np.zeros(len(starts), np.int64)
+    if text.count(schema.separator.encode()) != (columns - 1) * len(starts):
+        counts = 1 + count(schema.separator)
+        uneven = np.flatnonzero((counts != columns) & (quotes == 0)).tolist()
+        reasons = {line: f"{counts[line]} columns where {columns} are expected" for line in uneven}
+    reasons |= dict.fromkeys(np.flatnonzero(quotes % 2).tolist(), "a quoted value doesn't end on its line")
+    if text.count(b"\r") != text.count(b"\r\n"):
+        returns = np.flatnonzero(data == ord("\r"))
+        lone = returns[data[returns + 1] != ord("\n")]
+        reasons |= dict.fromkeys(np.searchsorted(newlines, lone).tolist(), "a carriage return within the line")
+    return reasons

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
-from data_pipeline.counts import GroupCounts
-from data_pipeline.encoder import open_encoder, schema_of_new_logs
+from data_pipeline.encoder import schema_of_new_logs
 from data_pipeline.errors import UserError
 from data_pipeline.fit import extend_vocabulary, fit_counted
 from data_pipeline.job import Job
@@ -36,11 +34,10 @@ from data_pipeline.manifest import (
 )
 from data_pipeline.options import PassOptions
 from data_pipeline.pool import Schedule, open_job
-from data_pipeline.runs import Counted
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Splitting
 from data_pipeline.work import Tell
-from data_pipeline.write_pass import count_zeros, describe_rows, write_logs
+from data_pipeline.write_pass import write_logs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,48 +89,25 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
     parts = count_logs(job, schedule)
     if not any(part.counts.rows for part in parts):
         raise UserError("`input` holds no well-formed lines; give logs with rows to encode")
-    bounds = split_bounds(job, parts)
+    bounds, known, extended = split_bounds(job, parts), source.categorical_columns, dict[int, CategoricalColumn]()
     if job.counted:
-        source = replace(source, categorical_columns=_extended(job, source, data, train_and_rest(job, parts, bounds[0])))
-    for column in source.categorical_columns:
+        groups = train_and_rest(job, parts, bounds[0])
+        extended = fit_counted(job, groups, lambda number, values: extend_vocabulary(job, known[number], data, values))
+    columns = [extended.get(number, column) for number, column in enumerate(known)]
+    for column in columns:
         for file in (column.vocabulary, column.table, column.vectors):
             if file and not (job.work.data / file.path).exists():
                 _link(file, data, job.work.data)
-    encoder = open_encoder(source.integer_columns, source.categorical_columns, job.work.data, job.schema, **job.options.table_room)
-    written = write_logs(job, schedule, parts, bounds, encoder)
     groups = [group for part in parts for group in (part.counts.train, part.counts.rest)]
-    return replace(
-        source,
-        integer_columns=tuple(
-            replace(column, missing=sum(group.integers[number].missing for group in groups))
-            for number, column in enumerate(source.integer_columns)
-        ),
-        categorical_columns=tuple(
-            replace(column, distinct=None, missing=sum(group.missing[number] for group in groups))
-            for number, column in enumerate(count_zeros(source.categorical_columns, written))
-        ),
-        **describe_rows(job, parts, written),
+    integers = tuple(
+        replace(column, missing=sum(group.integers[number].missing for group in groups))
+        for number, column in enumerate(source.integer_columns)
     )
-
-
-def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[GroupCounts]) -> tuple[CategoricalColumn, ...]:
-    """Return the data set's categorical columns, with extended vocabularies."""
-
-    def extend(number: int, values: Iterable[Counted]) -> CategoricalColumn:
-        column = source.categorical_columns[number]
-        return extend_vocabulary(
-            column,
-            values,
-            key_dtype=job.schema.key_dtype,
-            max_ids=job.schema.column_of(column.name).max_ids,
-            room=job.options.table_bytes // job.options.threads,
-            known=data,
-            data=job.work.data,
-            work=job.work.path / "tables",
-        )
-
-    extended = fit_counted(job, groups, extend)
-    return tuple(extended.get(number, column) for number, column in enumerate(source.categorical_columns))
+    categories = tuple(
+        replace(column, distinct=None, missing=sum(group.missing[number] for group in groups))
+        for number, column in enumerate(columns)
+    )
+    return replace(source, **write_logs(job, schedule, parts, bounds, integers, categories))
 
 
 def _link(file: Shard, data: Path, new: Path) -> None:

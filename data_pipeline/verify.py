@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,14 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import TableIds, encode_keys, map_array
+from data_pipeline.hashing import IdSource, encode_keys, map_array
 from data_pipeline.manifest import REMEDY, CategoricalColumn, Manifest, Shard, check_file, check_shards, files_of
 from data_pipeline.shards import recorded_rows
 from data_pipeline.similarity import band_of
 
 _THREADS = 4
+_BANDS = 16  # more than `band_of` has
+_Sums = Counter[tuple[str, str]]  # by what was added up in a split, "ids", "zeros" or "targets", and the column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +37,6 @@ class Verified:
     bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Contents:
-    """Contents of a shard: by column how many ids it has and how many are 0, and sums of labels and weights."""
-
-    ids: Counter[str]
-    zeros: Counter[str]
-    positives: Counter[str]
-    weight: float
-
-
 def verify(manifest: Manifest, folder: Path) -> Verified:
     """Read a whole data set and compare it with its manifest.
 
@@ -54,19 +46,18 @@ def verify(manifest: Manifest, folder: Path) -> Verified:
     Raises:
         ValueError: something differs; the message names the file, column and row of the first difference.
     """
-    check_shards(manifest, folder, contents=True)
+    check_shards(manifest, folder)
     _check_disjoint(manifest, folder)
     work = [(name, shard) for name, split in manifest.splits.items() for shard in split.shards]
-    by_split: dict[str, list[_Contents]] = {name: [] for name in manifest.splits}
+    sums = {name: _Sums() for name in manifest.splits}
     with ThreadPoolExecutor(_THREADS) as pool:
         checked = pool.map(lambda item: _check_contents(manifest, folder, *item), work)
-        for (name, _), contents in zip(
-            work, tqdm(checked, total=len(work), desc="verifying", unit="file", disable=None), strict=True
-        ):
-            by_split[name].append(contents)
-    _check_sums(manifest, folder, by_split)
+        bar = tqdm(checked, total=len(work), desc="verifying", unit="file", disable=None)
+        for (name, _), of_shard in zip(work, bar, strict=True):
+            sums[name].update(of_shard)
+    _check_sums(manifest, folder, sums)
     for column in manifest.categorical_columns:
-        train_ids = sum(contents.ids[column.name] - contents.zeros[column.name] for contents in by_split["train"])
+        train_ids = sums["train"]["ids", column.name] - sums["train"]["zeros", column.name]
         check_vocabulary(column, folder, train_ids=None if manifest.transformed else train_ids)
     files = list(files_of(manifest))
     return Verified(rows=manifest.rows.written, files=len(files), bytes=sum(file.bytes for file in files))
@@ -93,25 +84,23 @@ def _check_disjoint(manifest: Manifest, folder: Path) -> None:
         raise _differs(folder, f"the splits hold {position} of {manifest.rows.written} rows")
 
 
-def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) -> _Contents:
-    path = folder / shard.path
-    id_counts, zeros, positives, weight = Counter[str](), Counter[str](), Counter[str](), 0.0
+def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) -> _Sums:
+    path, sums, rows = check_file(shard, folder, contents=True), _Sums(), 0
     if recorded_rows(path) != (split, shard.from_rows):
         raise _differs(folder, f"{shard.path} doesn't hold the rows that the manifest states, but those of another shard")
     for first_row, group in read_row_groups(path):
-        where = f"{path}, rows {first_row} to {first_row + len(group)}"
+        rows = first_row + len(group)
+        where = f"{path}, rows {first_row} to {rows}"
         for label in manifest.labels:
             values = group.column(label.name).to_numpy()
-            positives[label.name] += int(values.sum())
+            sums["targets", label.name] += int(values.sum())
             if not np.isin(values, (0, 1)).all():
                 raise UserError(f"{where}: {label.name} holds values other than 0 and 1; {REMEDY}")
         if manifest.weight:
-            values = group.column(manifest.weight.name).to_numpy()
-            weight += float(values.sum(dtype=np.float64))
+            name, values = manifest.weight.name, group.column(manifest.weight.name).to_numpy()
+            sums["targets", name] += values.sum(dtype=np.float64)
             if not (np.isfinite(values) & (values >= 0)).all():
-                raise UserError(
-                    f"{where}: {manifest.weight.name} holds weights that are not finite numbers of at least 0; {REMEDY}"
-                )
+                raise UserError(f"{where}: {name} holds weights that are not finite numbers of at least 0; {REMEDY}")
         for integer in manifest.integer_columns:
             values = group.column(integer.name).to_numpy()
             if not np.isfinite(values).all() or (integer.transform == "log" and (values < 0).any()):
@@ -119,11 +108,13 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
         for column in manifest.categorical_columns:
             cells = group.column(column.name).combine_chunks()
             ids = (cells.flatten() if column.is_list else cells).to_numpy()
-            id_counts[column.name] += len(ids)
-            zeros[column.name] += int(np.count_nonzero(ids == 0))
+            sums["ids", column.name] += len(ids)
+            sums["zeros", column.name] += int(np.count_nonzero(ids == 0))
             if len(ids) and not 0 <= ids.min() <= ids.max() < column.num_embeddings:
                 raise UserError(f"{where}: {column.name} holds ids that are not in 0..{column.num_embeddings - 1}; {REMEDY}")
-    return _Contents(ids=id_counts, zeros=zeros, positives=positives, weight=weight)
+    if rows != shard.rows:
+        raise UserError(f"{path} has {rows} rows, but the manifest states {shard.rows}; {REMEDY}")
+    return sums
 
 
 def read_row_groups(path: Path) -> Iterator[tuple[int, pa.Table]]:
@@ -143,21 +134,19 @@ def read_row_groups(path: Path) -> Iterator[tuple[int, pa.Table]]:
         raise UserError(f"{path}, from row {row} on, cannot be read ({error}); {REMEDY}") from error
 
 
-def _check_sums(manifest: Manifest, folder: Path, by_split: Mapping[str, Sequence[_Contents]]) -> None:
+def _check_sums(manifest: Manifest, folder: Path, sums: Mapping[str, _Sums]) -> None:
     for column in manifest.categorical_columns:
         for name, stated in column.rows_at_zero.items():
-            zeros = sum(contents.zeros[column.name] for contents in by_split[name])
+            zeros = sums[name]["zeros", column.name]
             if zeros != stated:
                 raise _differs(folder, f"{name} holds id 0 of {column.name} {zeros} times, not {stated}")
+    targets = [(label, "{} labels of 1") for label in manifest.labels]
+    targets += [(manifest.weight, "weights that sum to {}")] if manifest.weight else []
     for name, split in manifest.splits.items():
-        for label in manifest.labels:
-            positives, mean = sum(contents.positives[label.name] for contents in by_split[name]), label.split_means[name]
-            if mean is not None and round(mean * split.rows) != positives:
-                raise _differs(folder, f"{name} holds {positives} labels of 1, but the mean of {label.name} is stated as {mean}")
-        total = sum(contents.weight for contents in by_split[name])
-        mean = manifest.weight.split_means[name] if manifest.weight else None
-        if mean is not None and not math.isclose(mean * split.rows, total, rel_tol=1e-9):
-            raise _differs(folder, f"{name} holds weights that sum to {total}, but their mean is stated as {mean}")
+        for target, what in targets:
+            total, mean = sums[name]["targets", target.name], target.split_means[name]
+            if mean is not None and not math.isclose(mean * split.rows, total, rel_tol=1e-9):
+                raise _differs(folder, f"{name} holds {what.format(total)}, but the mean of {target.name} is stated as {mean}")
 
 
 def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int | None) -> None:
@@ -177,58 +166,46 @@ def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int 
     if column.vectors:
         check_file(column.vectors, folder, contents=True)
     rows, total, table = 0, 0, None
-    last = (np.iinfo(np.int64).max, -1)  # the count and value of the previous id
-    least_of_bands: dict[int, int] = {}  # counts, if ids are in order of similarity within bands
+    previous: tuple[np.ndarray, ...] | None = None  # the last value and its count
     end_of_bands = min((*column.grown, column.num_embeddings)) - 1 if column.order == "similarity" else 0
+    least, most = np.full(_BANDS, np.iinfo(np.int64).max), np.zeros(_BANDS, np.int64)  # counts of each band
     for rows, group in read_row_groups(path):
         if group.schema.names != ["value", "count"] or not pa.types.is_unsigned_integer(group.schema.types[0]):
             raise _differs(folder, f"{path.name} is not a vocabulary of values and counts")
         values, counts = (group.column(name).to_numpy() for name in ("value", "count"))
-        if not len(values):
-            break
-        if table is None and column.table:
-            table = _open_table(column, folder, values.dtype)
-        in_bands = min(max(end_of_bands - rows, 0), len(values))
-        restarts = np.isin(np.arange(rows, rows + len(values)), np.array(column.grown) - 1)
-        restarts[:in_bands] = True
-        falling = (counts[1:] < counts[:-1]) | ((counts[1:] == counts[:-1]) & (values[1:] > values[:-1]))
-        falling |= restarts[1:]
-        follows_last = restarts[0] or counts[0] < last[0] or (counts[0] == last[0] and values[0] > last[1])
-        falls = falling.all() and follows_last and _falls_by_band(counts[:in_bands], rows, least_of_bands)
-        if not falls or counts.min() < column.min_count:
+        positions = np.arange(rows, rows + len(values))
+        bands = band_of(positions[positions < end_of_bands])
+        np.minimum.at(least, bands, counts[: len(bands)])
+        np.maximum.at(most, bands, counts[: len(bands)])
+        all_values, all_counts = (values, counts) if previous is None else map(np.append, previous, (values, counts))
+        falls = (all_counts[1:] < all_counts[:-1]) | ((all_counts[1:] == all_counts[:-1]) & (all_values[1:] > all_values[:-1]))
+        may_rise = (positions < end_of_bands) | np.isin(positions, np.array(column.grown) - 1)
+        if not (falls | may_rise[len(values) - len(falls) :]).all() or (counts < column.min_count).any():
             raise _differs(folder, f"{path.name}, from id {rows + 1} on, doesn't list values by falling counts")
-        last = (int(counts[-1]), int(values[-1]))
+        previous = values[-1:], counts[-1:]
         total += int(counts.sum())
-        if table is not None:
+        table = table or (_open_table(column, folder, values.dtype) if column.table else None)
+        if table:
             (ids,), _ = encode_keys([table], values[np.newaxis], np.zeros((1, len(values)), np.bool_))
-            if (ids != np.arange(rows + 1, rows + 1 + len(values))).any():
+            if (ids != positions + 1).any():
                 raise _differs(folder, f"the table of {column.name} gives its values different ids than {path.name}")
         rows += len(values)
+    if (most[1:] > least[:-1]).any():
+        raise _differs(folder, f"{path.name} doesn't list values by falling counts from band to band")
     if rows + 1 != column.num_embeddings:
         raise _differs(folder, f"{column.name} has {column.num_embeddings} embeddings, but its vocabulary has {rows} values")
     if train_ids not in (None, total):
         raise _differs(folder, f"training rows hold {train_ids} ids of {column.name}, but its vocabulary counts {total}")
 
 
-def _falls_by_band(counts: np.ndarray, first: int, least: dict[int, int]) -> bool:
-    """Whether no count, from position `first` on, exceeds one of the band before; updates each band's least count."""
-    bands = band_of(np.arange(first, first + len(counts)))
-    for band in np.unique(bands).tolist():
-        of_band = counts[bands == band]
-        if of_band.max() > least.get(band - 1, of_band.max()):
-            return False
-        least[band] = min(int(of_band.min()), least.get(band, int(of_band.min())))
-    return True
-
-
-def _open_table(column: CategoricalColumn, folder: Path, dtype: np.dtype) -> TableIds:
+def _open_table(column: CategoricalColumn, folder: Path, dtype: np.dtype) -> IdSource:
     assert column.table
     path = check_file(column.table, folder, contents=True)
     slots, odd = divmod(path.stat().st_size, 2 * dtype.itemsize)
     ids = np.count_nonzero(map_array(path, dtype, (-1, 2))[:, 1]) if not odd else 0
     if odd or ids + 1 != column.num_embeddings or ids >= slots:
         raise _differs(folder, f"{path.name} is not a table of {column.num_embeddings - 1} values")
-    return TableIds(path, dtype)
+    return IdSource(path, dtype)
 
 
 def _differs(folder: Path, what: str) -> UserError:

@@ -15,6 +15,7 @@ Every file is written under a temporary name, synced and renamed. A part's stati
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,6 @@ from data_pipeline.atomic import (
     locked,
     make_parent,
     put_in_place,
-    reason_of,
     remove,
     replacing,
     resolved,
@@ -70,6 +70,14 @@ class WorkFolder:
         path = self.path / f"{name}.json"
         return TypeAdapter(kind).validate_json(path.read_bytes()) if path.exists() else None
 
+    def once(self, name: str, kind: type[Record], make: Callable[[], Record]) -> Record:
+        """Read what was saved, or make and save it."""
+        record = self.load(name, kind)
+        if record is None:
+            record = make()
+            self.save(name, record)
+        return record
+
 
 @contextmanager
 def work_folder(
@@ -109,7 +117,8 @@ def work_folder(
         remedy = "choose a writable place with enough space"
         if work.path.exists():
             remedy = "finished parts are kept: free up space or fix permissions, and run the same command again"
-        raise OSError(f"cannot write `output` {output}: {reason_of(error)}; {remedy}") from error
+        reason = os.strerror(error.errno) if error.errno else error  # without file names
+        raise OSError(f"cannot write `output` {output}: {reason}; {remedy}") from error
 
 
 def _open(work: WorkFolder, identity: dict[str, Any], output: Path, tell: Tell) -> None:

@@ -2,76 +2,94 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from data_pipeline.atomic import replacing
 from data_pipeline.count_pass import CountedPart, describe_inputs
-from data_pipeline.job import Job, part_name
-from data_pipeline.manifest import SPLITS, CategoricalColumn, Label, RowCounts, Shard, Split, Weight, versions
-from data_pipeline.parse import Parsed
-from data_pipeline.parts import Part
+from data_pipeline.encoder import open_encoder
+from data_pipeline.job import Job
+from data_pipeline.manifest import (
+    SPLITS,
+    CategoricalColumn,
+    IntegerColumn,
+    RowCounts,
+    Shard,
+    Split,
+    Target,
+    describe_file,
+    versions,
+)
+from data_pipeline.parts import Part, inputs_changed
+from data_pipeline.passes import Key, PartRecord, pass_over
 from data_pipeline.pool import Schedule
 from data_pipeline.schema import LogSchema
-from data_pipeline.shards import Encoder, WrittenShard, write_part
+from data_pipeline.shards import Encoder, ShardWriter
 from data_pipeline.splits import Rows, rows_by_position
+
+Planned = tuple[int, dict[str, Shard]]  # the number of a part's first row, and its shards by split
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedPart:
-    """A part's shards by split, its first row, and the first rows of validation and test if splits go by position."""
+class WrittenShard:
+    """A shard of a split, the sum of each label, the count of id 0 in each categorical column, and the sum of the weights."""
 
-    shards: Mapping[str, Shard]
-    first_row: int
-    bounds: tuple[int, int]
+    split: str
+    shard: Shard
+    positives: tuple[int, ...]
+    zeros: tuple[int, ...]
+    weight: float = 0.0
+
+
+@dataclass(kw_only=True)
+class WrittenPart(PartRecord):
+    """A part whose shards are on disk."""
+
+    shards: tuple[WrittenShard, ...]
+
+    def is_intact(self, data: Path) -> bool:
+        paths = [(data / written.shard.path, written.shard.bytes) for written in self.shards]
+        return all(path.exists() and path.stat().st_size == size for path, size in paths)
 
 
 def write_logs(
-    job: Job, schedule: Schedule, parts: Sequence[CountedPart], bounds: tuple[int, int], encoder: Encoder
-) -> dict[str, list[WrittenShard]]:
-    """Write every part that has not been written yet, and return all shards of each split in order.
+    job: Job,
+    schedule: Schedule,
+    parts: Sequence[CountedPart],
+    bounds: tuple[int, int],
+    integers: tuple[IntegerColumn, ...],
+    categories: tuple[CategoricalColumn, ...],
+) -> dict[str, Any]:
+    """Write every part that has not been written yet, and return what the manifest says of the logs, columns, rows and splits.
 
     Args:
         bounds: the numbers of the first validation and test rows, if splits go by position.
+        categories: all but how many ids are 0.
     """
-    planned = _plan(job, parts, bounds)
-    records = {key: shards for key in planned if (shards := _load_shards(job, key))}
-    waiting = planned.keys() - records.keys()
-    done: dict[int, set[int]] = {log: set() for log, _ in waiting}
-    for part in parts:
-        if part.log in done and (part.log, part.number) not in waiting:
-            done[part.log].add(part.number)
-    total = sum(part.counts.rows for part in parts)
-    with (
-        tqdm(desc="writing", total=total, unit="row", unit_scale=True, disable=None, initial=_rows(records.values())) as bar,
-        closing(schedule(job, partial(_write, encoder), done, planned)) as results,
-    ):
-        for key, shards in results:
-            bar.update(_rows([shards]))
-            records[key] = shards
-    by_split = defaultdict(list)
-    for key in sorted(records):
-        for written in records[key]:
-            by_split[written.split].append(written)
-    return by_split
-
-
-def describe_rows(job: Job, parts: Sequence[CountedPart], written: Mapping[str, Sequence[WrittenShard]]) -> dict[str, Any]:
-    """Return what the manifest says of all rows: the logs and their rejected lines, versions, labels, weights and splits."""
+    encoder = open_encoder(integers, categories, job.work.data, job.schema, **job.options.table_room)
+    work, planned, rows = partial(_write, encoder, bounds), _plan(job, parts, bounds), sum(part.counts.rows for part in parts)
+    records = pass_over(job, schedule, work, WrittenPart, folder="shards", description="writing", details=planned, total=rows)
+    written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
+    for record in records.values():
+        for shard in record.shards:
+            written[shard.split].append(shard)
     inputs, rejected_lines = describe_inputs(job, parts)
-    rejected, rows = sum(log.rows_rejected for log in inputs), sum(part.counts.rows for part in parts)
-    shards = {name: tuple(record.shard for record in written[name]) for name in SPLITS}
+    rejected = sum(log.rows_rejected for log in inputs)
+    shards = {split: tuple(record.shard for record in of_split) for split, of_split in written.items()}
+    zeros = [{split: sum(shard.zeros[c] for shard in written[split]) for split in SPLITS} for c in range(len(categories))]
     return {
         "versions": versions(),
         "inputs": inputs,
         "rows": RowCounts(read=rows + rejected, written=rows, rejected=rejected),
         "rejected_lines": rejected_lines,
         **_targets(written, job.schema),
+        "integer_columns": integers,
+        "categorical_columns": tuple(replace(column, rows_at_zero=by) for column, by in zip(categories, zeros, strict=True)),
         "splits": {name: Split(rows=sum(shard.rows for shard in split), shards=split) for name, split in shards.items()},
         "log": job.schema,
     }
@@ -89,45 +107,42 @@ def _targets(written: Mapping[str, Sequence[WrittenShard]], schema: LogSchema) -
     def positives_of(number: int) -> Callable[[WrittenShard], float]:
         return lambda shard: shard.positives[number]
 
-    labels = [Label(name=name, **means(positives_of(number))) for number, name in enumerate(schema.labels)]
-    weight = Weight(name=schema.weight, **means(lambda shard: shard.weight)) if schema.weight else None
+    labels = [Target(name=name, **means(positives_of(number))) for number, name in enumerate(schema.labels)]
+    weight = Target(name=schema.weight, **means(lambda shard: shard.weight)) if schema.weight else None
     return {"label": labels[0] if labels else None, "other_labels": tuple(labels[1:]), "weight": weight}
 
 
-def count_zeros(
-    columns: tuple[CategoricalColumn, ...], written: Mapping[str, Sequence[WrittenShard]]
-) -> tuple[CategoricalColumn, ...]:
-    """Return the categorical columns with how many ids of each split are 0."""
-
-    def zeros(number: int) -> dict[str, int]:
-        return {split: sum(shard.zeros[number] for shard in written[split]) for split in SPLITS}
-
-    return tuple(replace(column, rows_at_zero=zeros(number)) for number, column in enumerate(columns))
-
-
-def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tuple[tuple[int, int], tuple[WrittenShard, ...]]:
-    key = part.log, part.number
-    shards = _load_shards(job, key)
-    if not shards:
-
-        def rows_of(parsed: Parsed, first: int) -> Mapping[str, Rows]:
+def _write(encoder: Encoder, bounds: tuple[int, int], job: Job, part: Part, planned: Planned | None) -> WrittenPart:
+    if planned is None:  # the log has grown
+        raise inputs_changed()
+    first_row, shards = planned
+    record = PartRecord(last=part.last)
+    with ExitStack() as stack:
+        writers = {}
+        for split, shard in shards.items():
+            path = stack.enter_context(replacing(job.work.data / shard.path))
+            writers[split] = stack.enter_context(ShardWriter(encoder, path, split, shard.from_rows))
+        for parsed in job.blocks(part):
+            by_split: Mapping[str, Rows] = rows_by_position(first_row + record.rows, parsed.rows, bounds)
             if job.splitting.by_row:
-                return job.rows_by_draw(part, parsed)
-            return rows_by_position(planned.first_row + first, parsed.rows, planned.bounds)
+                by_split = job.rows_by_draw(part, parsed)
+            for split, writer in writers.items():
+                writer.add(parsed, by_split[split])
+            record.add(parsed)
+        numbers = {split: writer.rows for split, writer in writers.items()}
+        if numbers != {split: shard.rows for split, shard in shards.items()} or record.rows != sum(numbers.values()):
+            raise inputs_changed()
+    written = []
+    for split, shard in shards.items():
+        described = replace(describe_file(shard.path, job.work.data, rows=shard.rows), from_rows=shard.from_rows)
+        positives, zeros = (tuple(sums.tolist()) for sums in (writers[split].positives, writers[split].zeros))
+        written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=zeros, weight=writers[split].weight))
+    return WrittenPart(**vars(record), shards=tuple(written))
 
-        shards = write_part(job.blocks(part), encoder, job.work.data, rows_of=rows_of, shards=planned.shards)
-        job.work.save(f"shards/{part_name(*key)}", shards)
-    return key, shards
 
-
-def _load_shards(job: Job, key: tuple[int, int]) -> tuple[WrittenShard, ...] | None:
-    shards = job.work.load(f"shards/{part_name(*key)}", tuple[WrittenShard, ...])
-    return shards if shards and all(_is_complete(job, written.shard) for written in shards) else None
-
-
-def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> dict[tuple[int, int], PlannedPart]:
-    """Plan the shards of every part that has rows, one for each of their splits, numbered in order within the split."""
-    planned: dict[tuple[int, int], PlannedPart] = {}
+def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> dict[Key, Planned]:
+    """Plan the shards of every part, one for each of the splits that its rows belong to, numbered in order within the split."""
+    planned: dict[Key, Planned] = {}
     numbers = Counter[str]()
     for part in parts:
         if job.splitting.by_row:
@@ -141,15 +156,5 @@ def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> di
                 path = f"{split}/part-{numbers[split]:05d}.parquet"
                 shards[split] = Shard(path=path, rows=rows, from_rows=(part.first_row, part.end_row))
                 numbers[split] += 1
-        if shards:
-            planned[part.log, part.number] = PlannedPart(shards=shards, first_row=part.first_row, bounds=bounds)
+        planned[part.log, part.number] = part.first_row, shards
     return planned
-
-
-def _is_complete(job: Job, shard: Shard) -> bool:
-    path = job.work.data / shard.path
-    return path.exists() and path.stat().st_size == shard.bytes
-
-
-def _rows(parts: Iterable[Sequence[WrittenShard]]) -> int:
-    return sum(written.shard.rows for shards in parts for written in shards)

@@ -1,4 +1,4 @@
-// Conversion of texts to values, for columns read by Arrow or json.cpp; `data_pipeline/reference.py` defines well-formed texts.
+// Conversion of texts to values, for columns that Arrow reads; `data_pipeline/reference.py` defines well-formed texts.
 
 #include "texts.h"
 

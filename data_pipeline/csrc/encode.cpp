@@ -1,9 +1,6 @@
 // Encoding of keys as ids, by the hash tables of `data_pipeline/hashing.py`, hashes or ranges, and of integers as logarithms.
 
 #include <sys/mman.h>
-#if __has_include(<malloc.h>)
-#include <malloc.h>
-#endif
 
 #include <algorithm>
 #include <cmath>
@@ -155,15 +152,6 @@ EXPORTED int64_t insert_u64(
 
 EXPORTED int64_t release_pages(Array<const uint8_t> file) {
   release(file);
-  return 0;
-}
-
-// From now on, returns arrays of 1 MiB or more to the system when they are freed. glibc would otherwise start to keep them in its
-// heap, in whose gaps later arrays don't fit: a quarter of peak memory.
-EXPORTED int64_t return_freed_arrays() {
-#ifdef M_MMAP_THRESHOLD
-  mallopt(M_MMAP_THRESHOLD, 1 << 20);
-#endif
   return 0;
 }
 

@@ -268,49 +268,4 @@ EXPORTED int64_t parse_u64(Array<const Byte> text, const Schema* schema, const C
   return parse(text, *schema, *columns);
 }
 
-// A block of whole lines: its size, and the most list elements it can have.
-struct Block {
-  int64_t bytes;
-  int64_t lines;
-  int64_t elements;  // in any list column
-};
-
-// Measures the first lines of a text: as many as fit `room` bytes of arrays, but at least one.
-//
-// Args:
-//   list_separators: the distinct separators of all list columns.
-//   line_bytes, element_bytes: bytes of the columns per line and per list element.
-EXPORTED int64_t measure_block(
-    Array<const Byte> text, Array<const Byte> list_separators, int64_t line_bytes, int64_t element_bytes, int64_t room,
-    Block* block) {
-  if (!ends_with_newline(text)) return kWrongSizes;
-  *block = {0, 0, 0};
-  int64_t taken = 0;
-  while (block->bytes != text.size) {
-    const Byte* line = text.data + block->bytes;
-    const Byte* newline = find_newline(line, text.data + text.size);
-    int64_t elements = list_separators.size ? 1 : 0;
-    for (int64_t i = 0; i < list_separators.size; ++i) elements += std::count(line, newline, list_separators[i]);
-    taken += line_bytes + elements * element_bytes;
-    if (block->lines && taken > room) break;
-    block->bytes = newline + 1 - text.data;
-    block->lines += 1;
-    block->elements += elements;
-  }
-  return 0;
-}
-
-// Returns the bytes of a text's longest line, without its \n.
-EXPORTED int64_t longest_line(Array<const Byte> text) {
-  if (!ends_with_newline(text)) return kWrongSizes;
-  int64_t longest = 0;
-  const Byte* const end = text.data + text.size;
-  for (const Byte* cursor = text.data; cursor != end;) {
-    const Byte* newline = find_newline(cursor, end);
-    longest = std::max<int64_t>(longest, newline - cursor);
-    cursor = newline + 1;
-  }
-  return longest;
-}
-
 }  // namespace data_pipeline

@@ -1,11 +1,15 @@
-"""Small random logs as rows of text cells, and what data sets made of logs hold."""
+"""Small random logs as rows of text cells, data sets made of logs, and what they hold."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+
+from data_pipeline.manifest import Manifest
+from data_pipeline.preprocess import PreprocessOptions, preprocess
 
 Rows = list[list[str]]
 
@@ -40,3 +44,8 @@ def files_of(folder: Path, *, manifest: bool = True) -> dict[str, bytes]:
     """Read all files of a data set by their names, without its manifest if so desired."""
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     return files if manifest else {name: content for name, content in files.items() if name != "manifest.json"}
+
+
+def make(log: Path | tuple[Path, ...], output: Path, **options: Any) -> Manifest:
+    """Preprocess a log, or several."""
+    return preprocess(PreprocessOptions(inputs=log if isinstance(log, tuple) else (log,), output=output, **options))

@@ -6,15 +6,16 @@ import bz2
 import gzip
 import lzma
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from random_logs import random_rows, to_text
+from random_logs import make, random_rows, to_text
 
 from data_pipeline import preprocess as preprocess_module
 from data_pipeline.manifest import read_manifest
-from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import read_schema
 from data_pipeline.write_pass import write_logs
 
 WriteLog = Callable[..., Path]
@@ -27,10 +28,6 @@ def with_cell(position: int, cell: str) -> bytes:
     rows = [list(row) for row in ROWS]
     rows[16][position] = cell
     return to_text(rows)
-
-
-def run(log: Path, output: Path, **options: object) -> None:
-    preprocess(PreprocessOptions(inputs=(log,), output=output, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +60,7 @@ def run(log: Path, output: Path, **options: object) -> None:
 def test_content(tmp_path: Path, write_log: WriteLog, content: bytes, message: str) -> None:
     log = write_log(content)
     with pytest.raises(ValueError, match=message) as caught:
-        run(log, tmp_path / "data")
+        make(log, tmp_path / "data")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "data").exists()
 
@@ -71,14 +68,14 @@ def test_content(tmp_path: Path, write_log: WriteLog, content: bytes, message: s
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"`input` .*pipe is a pipe or a device, and logs are read twice; write it to a file"):
-        run(tmp_path / "pipe", tmp_path / "data")
+        make(tmp_path / "pipe", tmp_path / "data")
 
 
 def test_missing_and_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`input` .*nowhere.tsv does not exist"):
-        run(tmp_path / "nowhere.tsv", tmp_path / "data")
+        make(tmp_path / "nowhere.tsv", tmp_path / "data")
     with pytest.raises(ValueError, match=r"is a folder; name the files in it"):
-        run(tmp_path, tmp_path / "data")
+        make(tmp_path, tmp_path / "data")
     assert not list(tmp_path.iterdir())
 
 
@@ -86,8 +83,8 @@ def test_malformed_lines_up_to_a_limit(tmp_path: Path, write_log: WriteLog) -> N
     good = to_text(ROWS)
     log = write_log(b"bad\n" + good + b"worse\n\n" + good)
     with pytest.raises(ValueError, match=r"log.tsv:1: .* expected; it is the first of more than 2 malformed lines; fix the log"):
-        run(log, tmp_path / "data", max_bad_rows=2)
-    run(log, tmp_path / "data", max_bad_rows=3, part_bytes=400)
+        make(log, tmp_path / "data", max_bad_rows=2)
+    make(log, tmp_path / "data", max_bad_rows=3, part_bytes=400)
     manifest = read_manifest(tmp_path / "data")
     assert (manifest.rows.read, manifest.rows.written, manifest.rows.rejected) == (63, 60, 3)
     assert [line.line for line in manifest.rejected_lines] == [1, 32, 33]
@@ -98,15 +95,15 @@ def test_a_blank_last_line_is_no_row(tmp_path: Path, write_log: WriteLog, end: s
     """Wherever the last part begins; more blank lines are malformed."""
     text = to_text(ROWS).replace(b"\n", end.encode())
     for number, (name, part_bytes) in enumerate((("log.tsv", 1 << 20), ("log.tsv", len(text)), ("log.gz", len(text) // 3))):
-        run(write_log(text + end.encode(), name), tmp_path / str(number), part_bytes=part_bytes)
+        make(write_log(text + end.encode(), name), tmp_path / str(number), part_bytes=part_bytes)
         assert read_manifest(tmp_path / str(number)).rows.read == 30
     with pytest.raises(ValueError, match=r"log.tsv:31: blank line"):
-        run(write_log(text + 2 * end.encode()), tmp_path / "data")
+        make(write_log(text + 2 * end.encode()), tmp_path / "data")
 
 
 def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
     with pytest.raises(ValueError, match="`input` holds 0 well-formed lines, which leaves no row for training"):
-        run(write_log(to_text([["x"] * 40] * 3)), tmp_path / "data", max_bad_rows=9)
+        make(write_log(to_text([["x"] * 40] * 3)), tmp_path / "data", max_bad_rows=9)
 
 
 @pytest.mark.parametrize(
@@ -133,21 +130,21 @@ def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
 )
 def test_options(tmp_path: Path, options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run(tmp_path / "log.tsv", tmp_path / "data", **options)
+        make(tmp_path / "log.tsv", tmp_path / "data", **options)
 
 
 def test_finished_data_set_is_kept_unless_overwritten(tmp_path: Path, write_log: WriteLog) -> None:
     log, output = write_log(ROWS), tmp_path / "data"
-    run(log, output)
+    make(log, output)
     before = (output / "manifest.json").read_bytes()
     with pytest.raises(ValueError, match="already holds a finished result; add `overwrite`"):
-        run(log, output, min_count=1)
+        make(log, output, min_count=1)
     with pytest.raises(ValueError, match="blank line"):
-        run(write_log(b"\n" + to_text(ROWS), "bad.tsv"), output, overwrite=True)
+        make(write_log(b"\n" + to_text(ROWS), "bad.tsv"), output, overwrite=True)
     with pytest.raises(ValueError, match=r"`min_count` C27=.*: no such categorical column; choose one of C1, "):
-        run(log, output, min_counts={"C27": 3}, overwrite=True)
+        make(log, output, min_counts={"C27": 3}, overwrite=True)
     assert (output / "manifest.json").read_bytes() == before
-    run(log, output, min_count=1, overwrite=True)
+    make(log, output, min_count=1, overwrite=True)
     assert read_manifest(output).options["min_count"] == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.tsv", "data", "log.tsv"]
 
@@ -157,14 +154,14 @@ def test_foreign_folder_is_never_touched(tmp_path: Path, write_log: WriteLog) ->
     output.mkdir()
     (output / "cat.jpg").write_bytes(b"meow")
     with pytest.raises(ValueError, match="exists and holds something else; choose a new or empty folder"):
-        run(write_log(ROWS), output, overwrite=True)
+        make(write_log(ROWS), output, overwrite=True)
     assert [path.name for path in output.iterdir()] == ["cat.jpg"]
 
 
 def test_unwritable_output(tmp_path: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS)
     with pytest.raises(OSError, match=r"cannot write `output` .*data: Not a directory; choose a writable place"):
-        run(log, log / "data")
+        make(log, log / "data")
     assert list(tmp_path.iterdir()) == [log]
 
 
@@ -178,8 +175,56 @@ def test_input_that_changes_during_the_run(tmp_path: Path, write_log: WriteLog, 
 
     monkeypatch.setattr(preprocess_module, "write_logs", change)
     with pytest.raises(ValueError, match="an `input` changed while it was read; run the same command again to start over"):
-        run(log, tmp_path / "data")
+        make(log, tmp_path / "data")
     assert not (tmp_path / "data").exists()
     monkeypatch.undo()
-    run(log, tmp_path / "data")
+    make(log, tmp_path / "data")
     assert read_manifest(tmp_path / "data").rows.written == 31
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[columns", "Expected"),
+        ("[columns]\n", "it needs a table [columns]"),
+        ("colums = 1", "colums is unknown; choose from columns, format, header, missing, separator"),
+        ('[columns]\na = "number"', "a: kind 'number' is unknown; choose one of ignore, label, integer, hex, category, list"),
+        (
+            '[columns]\na = { kind = "list", sep = "|" }',
+            "a: sep is unknown; choose from column, hash_buckets, kind, max_ids, max_length",
+        ),
+        ("[columns]\na = 3", "a: write its kind, one of ignore"),
+        ('[columns]\na = "weight"\nb = "weight"', "columns a, b are all weights; there can be only one"),
+        ('header = "false"\n[columns]\na = "integer"', "header is 'false'; write true or false, without quotes"),
+        (f'[columns]\n{"a" * 200} = "integer"', "aaaaa... has a name that is too long for its files; rename it"),
+        ('format = "xml"\n[columns]\na = "integer"', "format 'xml' is unknown; choose one of text, csv, jsonl"),
+        (
+            '[columns]\na = { kind = "float", transform = "sqrt" }',
+            "a: transform 'sqrt' is unknown; choose one of log, stan",
+        ),
+        (
+            '[columns]\na = { kind = "hex", transform = "log" }',
+            ": transform is unknown; choose from column, hash_buckets",
+        ),
+        ('[columns]\na = { kind = "hex", hash_buckets = 1 }', "a: hash_buckets is 1; it must be an integer from 2 to 2**31"),
+        ('[columns]\na = { kind = "list", max_length = true }', "a: max_length is True; it must be an integer from 1"),
+        (
+            '[columns]\na = { kind = "hex", hash_buckets = 9, max_ids = 3 }',
+            "a: max_ids limits a vocabulary, which hash_buckets replaces",
+        ),
+        ('missing = "NA"\n[columns]\na = "hex"', "missing is 'NA'; write a list of texts"),
+        ('[columns]\na = { kind = "time", format = "ISO" }\nb = "hex"', "a: format is 'ISO'; write it as for strptime"),
+        ('[columns]\na = "label"', "there is nothing to learn from"),
+        ('[columns]\n"" = "integer"', "a column's name is empty"),
+        ('[columns]\nlabel = "integer"', "column label is of kind integer; the name is reserved for the label"),
+        (
+            'separator = "."\n[columns]\na = "integer"',
+            r"separator '.' must be one ASCII character, not a letter, a digit or one of",
+        ),
+        ('separator = "|"\n[columns]\na = "list"', "a: '|' cannot separate both columns and elements"),
+    ],
+)
+def test_bad_schemas(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "schema.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"^`schema` .*schema.toml: .*" + re.escape(message)):
+        read_schema(tmp_path / "schema.toml")

@@ -14,12 +14,11 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_logs import read
+from random_logs import make, read
 
 from data_pipeline.cells import to_parsed
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.inspection import find_text
-from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.tables import json_types, parse_text
@@ -109,21 +108,18 @@ def test_marks_of_missing_cells_are_empty_cells(tmp_path: Path, form: str) -> No
         (tmp_path / "log").write_text("".join(",".join(record) + "\n" for record in records))
     columns = tuple(Column(name=name, kind=kind) for name, kind in kinds.items())  # type: ignore[arg-type]
     schema = LogSchema(columns=columns, separator=",", format="csv" if form == "parquet" else form, missing=MARKS)  # type: ignore[arg-type]
-    options = PreprocessOptions(
-        inputs=(tmp_path / "log",), output=tmp_path / "data", schema=schema, min_count=1, val_fraction=0, test_fraction=0
-    )
-    manifest = preprocess(options)
-    written = read(options.output)
+    manifest = make(tmp_path / "log", tmp_path / "data", schema=schema, min_count=1, val_fraction=0, test_fraction=0)
+    written = read(tmp_path / "data")
     assert written["x"].tolist() == pytest.approx([np.log(2), 0, 0, np.log(4)])
     assert written["c"].tolist() in ([1, 0, 0, 2], [2, 0, 0, 1])
     assert written["l"].str.len().tolist() == [2, 0, 0, 1]
-    flat = RequestEncoder(options.output)(
+    flat = RequestEncoder(tmp_path / "data")(
         [{"x": "NA", "z": "NaN", "c": "NA", "l": "NaN"}, {"x": None, "z": None, "c": "", "l": None}]
     )
     assert not flat.dense.any()
     assert not flat.values.any()
     assert flat.lengths.tolist() == [1, 1, 0, 0]
-    assert find_text(manifest, options.output, "c", "NA").id == 0
+    assert find_text(manifest, tmp_path / "data", "c", "NA").id == 0
 
 
 @pytest.mark.parametrize("mark", ["NA", "\\N"])
@@ -273,7 +269,5 @@ def test_a_byte_order_mark_is_not_a_part_of_the_first_value(quoted: bytes, form:
     columns = (Column(name="c", kind="category"), Column(name="y", kind="label"))
     (tmp_path / "log").write_bytes(b"\xef\xbb\xbf" + quoted + b",0\na,1\n")
     schema = LogSchema(columns=columns, separator=",", format=form)  # type: ignore[arg-type]
-    options = PreprocessOptions(
-        inputs=(tmp_path / "log",), output=tmp_path / "data", schema=schema, val_fraction=0, test_fraction=0
-    )
-    assert preprocess(options).categorical_columns[0].distinct == 1
+    manifest = make(tmp_path / "log", tmp_path / "data", schema=schema, val_fraction=0, test_fraction=0)
+    assert manifest.categorical_columns[0].distinct == 1

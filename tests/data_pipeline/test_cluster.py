@@ -57,17 +57,18 @@ def _die_once(job: Job, part: Part, what: str, log: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dying_count(job: Job, part: Part) -> Any:
+def dying_count(job: Job, part: Part, detail: Any) -> Any:
     _die_once(job, part, "counting", 1)
-    return COUNT(job, part)
+    return COUNT(job, part, detail)
 
 
-def dying_write(encoder: Any, job: Job, part: Part, detail: Any) -> Any:
+def dying_write(*arguments: Any) -> Any:
+    job, part = arguments[2:4]
     _die_once(job, part, "writing", 0)
-    return WRITE(encoder, job, part, detail)
+    return WRITE(*arguments)
 
 
-def deadly_count(job: Job, part: Part) -> Any:
+def deadly_count(*_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

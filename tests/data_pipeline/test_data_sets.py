@@ -7,9 +7,10 @@ import io
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -18,24 +19,27 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from random_logs import read
+from random_logs import make, random_rows, read
 
+from data_pipeline import job
 from data_pipeline.encoder import Flat, RequestEncoder
 from data_pipeline.manifest import read_manifest
+from data_pipeline.parse import Parsed
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.reference import hash_text, hashed_id
-from data_pipeline.schema import Column, LogSchema
+from data_pipeline.schema import Column, LogSchema, criteo_schema
+from data_pipeline.tables import BLOCK_BYTES, table_blocks, text_blocks
 from data_pipeline.transform import TransformOptions, transform
 from data_pipeline.verify import verify
 
-TEXTS = st.sampled_from(["a", "a", "b", "c", "é", "7", "x y", '"', ",", "NA ", "\U0001f600", "nan"])
+TEXTS = st.sampled_from(["a", "a", "b", "c", "é", "7", "x y", '"', ",", "NA ", "\U0001f600", "nan", "long" * 200])
 FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)
 CELLS: dict[str, st.SearchStrategy[Any]] = {
     "click": st.integers(0, 1),
     "buy": st.integers(0, 1),
     "importance": st.floats(0, 100),
     "count": st.none() | st.integers(-9, 9) | st.sampled_from([-(2**31), 2**31 - 1]),
-    "rating": st.none() | st.integers(-90, 90).map(lambda tenths: tenths / 10),
+    "rating": st.none() | st.integers(-90, 90).map(lambda tenths: 1e6 + tenths / 10),
     "nanos": st.none() | st.integers(-(2**63), 2**63 - 1),
     "price": st.none() | FLOATS,
     "code": st.none() | st.integers(0, 3).map("{:x}".format) | st.integers(0, 2**32 - 1).map("{:08X}".format),
@@ -117,6 +121,18 @@ def written(rows: list[dict[str, Any]], form: str) -> bytes:
     return text.getvalue().encode()
 
 
+def in_blocks(parse: Callable[..., Iterator[Parsed]], block_bytes: int) -> Callable[..., Iterator[Parsed]]:
+    """Make a function parse in smaller blocks, and check that their arrays fit."""
+
+    def parse_in_blocks(*arguments: Any, **options: Any) -> Iterator[Parsed]:
+        for block in parse(*arguments, **options, block_bytes=block_bytes):
+            sizes = [value.nbytes for value in vars(block).values() if isinstance(value, np.ndarray)]
+            assert block.lines == 1 or sum(sizes) <= block_bytes
+            yield block
+
+    return parse_in_blocks
+
+
 def assert_equal_requests(flat: Flat, frame: pd.DataFrame) -> None:
     """Check that a request's numbers are those of the data set."""
     singles = np.array([frame[name] for name in SINGLES]).ravel()
@@ -135,11 +151,12 @@ def assert_equal_requests(flat: Flat, frame: pd.DataFrame) -> None:
     rows=st.lists(st.fixed_dictionaries(CELLS), min_size=2, max_size=30),
     others=st.lists(st.fixed_dictionaries(CELLS), min_size=1, max_size=9),
     part_bytes=st.sampled_from([300, 1 << 20]),
+    block_bytes=st.sampled_from([900, 5000, BLOCK_BYTES]),
     share=st.sampled_from([0.0, 0.25]),
 )
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 def test_equals_a_few_lines_of_python(
-    form: str, rows: list[dict[str, Any]], others: list[dict[str, Any]], part_bytes: int, share: float
+    form: str, rows: list[dict[str, Any]], others: list[dict[str, Any]], part_bytes: int, block_bytes: int, share: float
 ) -> None:
     schema = LogSchema(
         columns=COLUMNS,
@@ -148,7 +165,8 @@ def test_equals_a_few_lines_of_python(
         format="csv" if form == "parquet" else form,  # type: ignore[arg-type]
     )
     train = len(rows) - 2 * int(len(rows) * share)
-    with tempfile.TemporaryDirectory() as name:
+    blocks = {function.__name__: in_blocks(function, block_bytes) for function in (text_blocks, table_blocks)}
+    with tempfile.TemporaryDirectory() as name, patch.multiple(job, **blocks):
         folder = Path(name)
         (folder / "log").write_bytes(written(rows, form))
         options = PreprocessOptions(
@@ -186,3 +204,73 @@ def test_equals_a_few_lines_of_python(
     assert [label.split_means["train"] for label in manifest.labels] == pytest.approx(
         [np.mean([row[name] for row in rows[:train]]) for name in ("click", "buy")]
     )
+
+
+REQUESTS = LogSchema(
+    columns=(
+        Column(name="cents", kind="integer"),
+        Column(name="tags", kind="list", separator=" "),
+        Column(name="code", kind="hex"),
+        Column(name="shop", kind="category"),
+    ),
+    separator=",",
+)
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    (tmp_path / "log").write_text("".join(f"{i % 9 - 2},a b a,{i % 5:x},shop {i % 3}\n" for i in range(60)))
+    make(tmp_path / "log", tmp_path / "data", schema=REQUESTS)
+    return tmp_path / "data"
+
+
+def test_no_rows(requests: Path) -> None:
+    dense, values, lengths = RequestEncoder(requests)([])
+    assert dense.shape == (0, len(read_manifest(requests).integer_columns))
+    assert len(values) == len(lengths) == 0
+
+
+CRITEO: dict[str, Any] = {name: "1" if name[0] == "C" else 1 for name in criteo_schema(labeled=False).of_kind("integer", "hex")}
+EVERY_KIND: dict[str, Any] = {"cents": 1, "tags": [], "code": "1", "shop": "a"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"I3": "3"}, "row 1: I3 is '3', which is not a 32-bit integer or null"),
+        ({"I3": True}, "row 1: I3 is True, which is not a 32-bit integer"),
+        ({"I3": 1 << 31}, "row 1: I3 is 2147483648, which is not a 32-bit integer"),
+        ({"C4": 17}, "row 1: C4 is 17, which is not a string of 1 to 8 hex digits or null"),
+        ({"C4": "0x1f"}, "row 1: C4 is '0x1f', which is not a string of 1 to 8 hex digits"),
+        ({"C4": "\u0661"}, r"row 1: C4 is '\\u0661', which is not"),
+        ({"C4": ["1"]}, r"row 1: C4 is \['1'\], which is not"),
+    ],
+)
+def test_criteo_rows_refused(tmp_path: Path, write_log: Callable[..., Path], change: dict[str, Any], message: str) -> None:
+    make(write_log(random_rows(30)), tmp_path / "data")
+    encoder = RequestEncoder(tmp_path / "data")
+    encoder([CRITEO, CRITEO | {"label": 1, "unknown": object()}])
+    with pytest.raises(ValueError, match=message):
+        encoder([CRITEO, CRITEO | change])
+    without = {name: cell for name, cell in CRITEO.items() if name not in change}
+    name = next(iter(change))
+    with pytest.raises(ValueError, match=f"row 1 has no {name}; give null where its value is missing"):
+        encoder([CRITEO, without])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shop": 5.0}, r"row 0: shop is 5\.0, which is not a string, an integer or null"),
+        ({"shop": "\ud800"}, r"row 0: shop is '\\ud800', which is not a string"),
+        ({"tags": "a b"}, "row 0: tags is 'a b', which is not a list of non-empty strings or integers, or null"),
+        ({"tags": ["a", ""]}, r"row 0: tags is \['a', ''\], which is not a list"),
+        ({"tags": ["a", 1.5]}, r"row 0: tags is \['a', 1\.5\], which is not a list"),
+        ({"tags": [None]}, r"row 0: tags is \[None\], which is not a list"),
+    ],
+)
+def test_text_and_lists_refused(requests: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RequestEncoder(requests)([EVERY_KIND | change])
+    with pytest.raises(ValueError, match="row 0 is 5, which is not an object with a value for each column"):
+        RequestEncoder(requests)([5])  # type: ignore[list-item]

@@ -10,6 +10,7 @@ import json
 import lzma
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,17 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_logs import files_of, random_rows, read
+from random_logs import files_of, make, random_rows, read
 from test_parse import GOOD_ROWS, LINES, OTHER, cells_of
 
+from data_pipeline import job
 from data_pipeline.manifest import read_manifest
 from data_pipeline.parse import parse
 from data_pipeline.parts import count_parts, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.row_groups import plan
 from data_pipeline.schema import LogSchema, criteo_schema, read_schema
-from data_pipeline.tables import parse_text
+from data_pipeline.tables import parse_text, text_blocks
 from data_pipeline.verify import verify
 
 COLUMNS = """
@@ -109,6 +111,10 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
         "lines.jsonl": (lines, by_line),
         "lines.jsonl.gz": (gzip.compress(lines), by_line),
     }
+    frame = pd.DataFrame(ROWS)  # cents are float64, as some are missing
+    texts_of_lists = frame.assign(bought=frame["bought"].astype(bool), tags=frame["tags"].map(" ".join))
+    logs["pandas.csv"] = texts_of_lists.to_csv(quoting=csv.QUOTE_ALL).encode(), by_name
+    logs["pandas.jsonl"] = frame.assign(bought=frame["bought"] * 1.0).to_json(orient="records", lines=True).encode(), by_line
     for name, (content, _) in logs.items():
         (tmp_path / name).write_bytes(content)
     for number, (codec, group_rows) in enumerate((("zstd", 1000), ("snappy", 30), ("none", 150))):
@@ -126,33 +132,6 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
     verify(read_manifest(tmp_path / "data1"), tmp_path / "data1")
     assert all(files == actual["quoted.csv"] for files in actual.values())
     assert read_manifest(tmp_path / "data0").categorical_columns[0].distinct == 4
-
-
-def test_a_log_as_pandas_writes_it(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
-    rows = [row | {"shop": row["shop"] and row["shop"].replace('"', "'")} for row in ROWS]
-    frame = pd.DataFrame(rows).drop(columns="tags")  # cents are float64, as some are missing
-    columns = COLUMNS.replace("tags", "# tags")
-    by_name = schema("header = true\nseparator = ','", columns)
-    expected = preprocessed(tmp_path / "whole", as_csv(rows), by_name)
-    assert b".0," in frame.to_csv().encode()
-    for number, labels in enumerate([float, bool]):
-        typed_frame = frame.astype({"bought": labels})
-        logs = {
-            "plain": (typed_frame.to_csv(index=False).encode(), by_name),
-            "quoted": (typed_frame.to_csv(index=False, quoting=csv.QUOTE_ALL).encode(), by_name),
-            "tabs": (typed_frame.to_csv(sep="\t").encode(), schema('header = true\nformat = "text"', columns)),
-            "lines": (typed_frame.to_json(orient="records", lines=True).encode(), schema('format = "jsonl"', columns)),
-        }
-        for name, (content, log_schema) in logs.items():
-            assert preprocessed(tmp_path / f"{name}{number}", content, log_schema) == expected, name
-
-
-def preprocessed(folder: Path, content: bytes, schema: LogSchema) -> dict[str, bytes]:
-    """Preprocess a log; return the files of its data set."""
-    folder.mkdir()
-    (folder / "log").write_bytes(content)
-    preprocess(PreprocessOptions(inputs=(folder / "log",), output=folder / "data", schema=schema))
-    return files_of(folder / "data", manifest=False)
 
 
 def test_names_are_checked_before_anything_is_read(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
@@ -175,7 +154,7 @@ def test_names_are_checked_before_anything_is_read(tmp_path: Path, schema: Calla
             preprocess(PreprocessOptions(inputs=inputs, output=tmp_path / "data", schema=by_name))
     pq.write_table(as_table(ROWS), tmp_path / "log.parquet")
     with pytest.raises(ValueError, match=r"log.parquet has no column label, as Criteo's logs have|no column I1, as Criteo"):
-        preprocess(PreprocessOptions(inputs=(tmp_path / "log.parquet",), output=tmp_path / "data"))
+        make(tmp_path / "log.parquet", tmp_path / "data")
     assert not (tmp_path / "data").exists()
 
 
@@ -188,7 +167,7 @@ def test_criteo_in_parquet(tmp_path: Path, write_log: Callable[..., Path]) -> No
     frame["C2"] = frame["C2"].astype("category")
     frame.to_parquet(tmp_path / "day_0.parquet")
     for name, log in (("text", write_log(rows)), ("parquet", tmp_path / "day_0.parquet")):
-        preprocess(PreprocessOptions(inputs=(log,), output=tmp_path / name))
+        make(log, tmp_path / name)
     assert files_of(tmp_path / "parquet", manifest=False) == files_of(tmp_path / "text", manifest=False)
 
 
@@ -206,7 +185,11 @@ b",5,f,x
 0,"""
 
 
-def test_malformed_lines(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
+@pytest.mark.parametrize("block_bytes", [150, 1 << 20])
+def test_malformed_lines(
+    tmp_path: Path, schema: Callable[..., LogSchema], monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(job, "text_blocks", partial(text_blocks, block_bytes=block_bytes))
     reasons = {
         3: "bought '2' is not 0 or 1",
         4: "a quoted value doesn't end on its line",
@@ -220,15 +203,12 @@ def test_malformed_lines(tmp_path: Path, schema: Callable[..., LogSchema]) -> No
         12: "2 columns where 5 are expected",
     }
     (tmp_path / "log.csv").write_bytes(BAD_CSV)
-    by_name, fractions = schema('separator = ","\nheader = true'), {"val_fraction": 0, "test_fraction": 0}
-    options = PreprocessOptions(
-        inputs=(tmp_path / "log.csv",), output=tmp_path / "data", schema=by_name, max_bad_rows=20, **fractions
-    )
-    manifest = preprocess(options)
+    options = {"schema": schema('separator = ","\nheader = true'), "val_fraction": 0, "test_fraction": 0}
+    manifest = make(tmp_path / "log.csv", tmp_path / "data", max_bad_rows=20, **options)
     assert {line.line: line.reason for line in manifest.rejected_lines} == reasons
     assert manifest.rows.written == manifest.rows.read - len(reasons)
     with pytest.raises(ValueError, match=r"log.csv:3: bought '2' is not 0 or 1; fix the log"):
-        preprocess(replace(options, max_bad_rows=0, overwrite=True))
+        make(tmp_path / "log.csv", tmp_path / "other", **options)
 
 
 def test_malformed_rows_of_parquet(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
@@ -256,7 +236,7 @@ def test_arrow_reads_what_the_parser_reads(lines: list[list[str]], newline: str)
     lines = [[cell.replace('"', "").replace("\r", "") for cell in line] for line in lines]
     text = "".join(",".join(row) + newline for line in lines for row in (line, *GOOD_ROWS)).encode()
     names = tuple(column.name for column in OTHER.columns)
-    expected = parse(text, OTHER)
+    expected = parse(np.frombuffer(text, np.uint8), OTHER)
     for schema in (OTHER, replace(OTHER, format="csv")):
         actual = parse_text(text, schema, names)
         for row in range(expected.rows):

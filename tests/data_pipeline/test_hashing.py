@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline import hashing, native
-from data_pipeline.hashing import HashedIds, TableIds, encode_keys, open_tables, write_table
+from data_pipeline.hashing import IdSource, encode_keys, open_tables, write_table
 from data_pipeline.manifest import IntegerColumn
 from data_pipeline.native import Array, Matrix
 from data_pipeline.parse import parse
@@ -36,7 +36,7 @@ def test_ids_equal_the_reference(
     keys = np.array([[value for value, _ in asked] + [7]] * 2, dtype)[:, :-1]
     missing = np.array([[gone for _, gone in asked] + [True]] * 2, np.bool_)[:, :-1]
     (table,) = open_tables([path], dtype, room=room)
-    got, zeros = encode_keys([table, HashedIds(buckets)], keys, missing)
+    got, zeros = encode_keys([table, IdSource(buckets=buckets)], keys, missing)
     by_table = [0 if gone else ids.get(value, 0) for value, gone in asked]
     by_hash = [0 if gone else hashed_id(value, buckets) for value, gone in asked]
     assert got.tolist() == [by_table, by_hash]
@@ -50,7 +50,7 @@ def test_large_tables_are_written_range_by_range(tmp_path: Path, monkeypatch: py
     wanted = np.arange(1, len(keys) + 1)
     for room in (None, 1, 1 << 16):
         for order in (np.arange(len(keys)), np.random.default_rng(1).permutation(len(keys))):
-            table = TableIds(tmp_path / "C1.table", keys.dtype, room)
+            table = IdSource(tmp_path / "C1.table", keys.dtype, room)
             ids, _ = encode_keys([table], keys[order][None], np.zeros((1, len(keys)), np.bool_))
             assert np.array_equal(ids[0], wanted[order])
 
@@ -60,7 +60,7 @@ def test_a_table_without_free_slots_is_searched_once(tmp_path: Path, pairs: list
     """A search must end even in a table from an untrusted file."""
     np.array(pairs, np.uint32).tofile(tmp_path / "C1.table")
     keys = np.array([[1, 2, 3]], np.uint32)
-    ids, _ = encode_keys([TableIds(tmp_path / "C1.table", keys.dtype)], keys, np.zeros((1, 3), np.bool_))
+    ids, _ = encode_keys([IdSource(tmp_path / "C1.table", keys.dtype)], keys, np.zeros((1, 3), np.bool_))
     assert ids.tolist() == ([[7, 8, 0]] if pairs else [[0, 0, 0]])
 
 
@@ -73,7 +73,8 @@ def test_logarithms_equal_the_reference(values: list[int | None], low: int) -> N
     schema = LogSchema(columns=(Column(name="price", kind="integer"), Column(name="x", kind="ignore")), separator=",")
     column = IntegerColumn(name="price", missing=0, offset=2 - low, min=low, max=None)
     encoder = Encoder(schema=schema, integers=(column,), id_sources=(), num_embeddings=())
-    parsed = parse("".join(f"{'' if value is None else value},\n" for value in values).encode(), schema)
+    text = "".join(f"{'' if value is None else value},\n" for value in values).encode()
+    parsed = parse(np.frombuffer(text, np.uint8), schema)
     expected = [0.0 if value is None else logarithm(value, low) for value in values]
     np.testing.assert_allclose(encoder.numbers(parsed, slice(None))[0], np.array(expected, np.float32), rtol=1.2e-7)
 
@@ -88,7 +89,7 @@ def test_logarithms_equal_the_reference(values: list[int | None], low: int) -> N
 )
 def test_arrays_of_other_sizes_are_refused(keys: np.ndarray, missing: np.ndarray) -> None:
     with pytest.raises(RuntimeError, match="encode_keys_u32: the sizes of the arrays don't fit each other"):
-        encode_keys([HashedIds(5)], keys, missing)
+        encode_keys([IdSource(buckets=5)], keys, missing)
 
 
 @pytest.mark.parametrize("offsets", [[0, 1 << 40, 5], [0, 3, 2], [-1, 0, 5], [0, 3, 6], [0, 5]])

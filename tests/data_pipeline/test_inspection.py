@@ -10,13 +10,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from click.testing import CliRunner
-from random_logs import random_rows, read
+from random_logs import make, random_rows, read
 from test_formats import ROWS, as_csv
 
 from comera_rec.cli.data import inspect
 from data_pipeline.inspection import Entry, find_id, find_text, to_text
 from data_pipeline.manifest import Manifest
-from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
 
 SCHEMA = """
@@ -34,15 +33,12 @@ tags = { kind = "list", separator = " ", hash_buckets = 50 }
 def orders(tmp_path: Path) -> tuple[Manifest, Path]:
     (tmp_path / "log.csv").write_bytes(as_csv(ROWS))
     (tmp_path / "schema.toml").write_text(SCHEMA)
-    options = PreprocessOptions(
-        inputs=(tmp_path / "log.csv",), output=tmp_path / "data", schema=read_schema(tmp_path / "schema.toml")
-    )
-    return preprocess(options), options.output
+    return make(tmp_path / "log.csv", tmp_path / "data", schema=read_schema(tmp_path / "schema.toml")), tmp_path / "data"
 
 
 def test_hex_digits_both_ways(write_log: Callable[..., Path], tmp_path: Path) -> None:
     log = random_rows(400)
-    manifest = preprocess(PreprocessOptions(inputs=(write_log(log),), output=tmp_path / "data"))
+    manifest = make(write_log(log), tmp_path / "data")
     train = read(tmp_path / "data", "train")
     texts = pd.Series([int(row[16], 16) if row[16] else None for row in log[: len(train)]])
     assert train["C3"].max() > 3
@@ -98,8 +94,8 @@ def test_table_of_columns(write_log: Callable[..., Path], tmp_path: Path) -> Non
     """Counts of 256 / rank at ranks 1, 2 and 4 follow Zipf's law with s = 1."""
     values = [f"{rank:x}" for rank in (1, 2, 3, 4) for _ in range(256 // rank)]
     rows = [["1", "-7", *[""] * 12, value] + [""] * 25 for value in values]
-    options = PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", val_fraction=0, test_fraction=0)
-    text = to_text(preprocess(options), options.output)
+    manifest = make(write_log(rows), tmp_path / "data", val_fraction=0, test_fraction=0)
+    text = to_text(manifest, tmp_path / "data")
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert lines["train"] == ["train", str(len(values)), "rows", "label", "rate", "1.0000"]
     assert lines["I1"] == ["I1", "0.0%", "-7", "-7"]

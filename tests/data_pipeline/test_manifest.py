@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from random_logs import random_rows
+from random_logs import make, random_rows
 
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
-from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.verify import verify
 
 
 @pytest.fixture
 def data(tmp_path: Path, write_log: Callable[..., Path]) -> Path:
-    preprocess(PreprocessOptions(inputs=(write_log(random_rows(50)),), output=tmp_path / "data"))
+    make(write_log(random_rows(50)), tmp_path / "data")
     return tmp_path / "data"
 
 
@@ -42,8 +42,8 @@ def test_keys_of_the_file(data: Path) -> None:
         (lambda m: m["splits"].pop("val"), "manifest.json: splits.val: Field required"),
         (lambda m: m["categorical_columns"][2].pop("num_embeddings"), "categorical_columns.2.num_embeddings: Field required"),
         (lambda m: m["categorical_columns"][2].update(num_embeddings="many"), "categorical_columns.2.num_embeddings: .*integer"),
-        (lambda m: m.update(format_version=99), "version 99, expected comera-rec-dataset version 1; run `comera preprocess` again"),
-        (lambda m: m.pop("format"), "format None version 1, expected"),
+        (lambda m: m.update(format_version=99), "format_version: Input should be 1; run `comera preprocess` again"),
+        (lambda m: m.pop("format"), "format: Field required"),
     ],
 )
 def test_bad_manifest(data: Path, change: Callable[[dict], object], message: str) -> None:
@@ -70,8 +70,11 @@ def test_stated_rows(data: Path) -> None:
     with pytest.raises(ValueError, match="split train states 40 rows, but its shards 39"):
         check_shards(read_manifest(data), data)
     edit(data, lambda m: m["splits"]["train"].update(rows=39))
+    with pytest.raises(ValueError, match="shards hold 49 of input rows 0 to 50; expected all rows from 0 on"):
+        verify(read_manifest(data), data)
+    edit(data, lambda m: m["splits"]["val"].update(rows=6) or m["splits"]["val"]["shards"][0].update(rows=6))
     with pytest.raises(ValueError, match="has 40 rows, but the manifest states 39"):
-        check_shards(read_manifest(data), data, contents=True)
+        verify(read_manifest(data), data)
 
 
 @pytest.mark.parametrize("path", ["../other/part-00000.parquet", "train/../../x", "/etc/passwd"])

@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from random_logs import files_of, random_rows, to_text
+from random_logs import files_of, make, random_rows, to_text
 
 from comera_rec.data import ParquetBatches
 from data_pipeline.manifest import check_shards, read_manifest
@@ -46,7 +46,7 @@ def test_same_data_set_as_from_disk(memory: Any, tmp_path: Path) -> None:
 def test_training_reads_a_data_set_at_a_url(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "log.tsv").write_bytes(to_text(ROWS))
     local, url = tmp_path / "data", "memory://bucket/data"
-    preprocess(PreprocessOptions(inputs=(tmp_path / "log.tsv",), output=local, part_bytes=9000))
+    make(tmp_path / "log.tsv", local, part_bytes=9000)
     memory.put(str(local), "/bucket/data", recursive=True)
     assert read_manifest(url) == read_manifest(local)
     remote, others = (list(ParquetBatches(data, "train", batch_size=64, shuffle=True)) for data in (url, local))
@@ -87,7 +87,7 @@ def test_training_reads_a_data_set_at_a_url(memory: Any, tmp_path: Path, monkeyp
 def test_mistakes(memory: Any, tmp_path: Path, url: str, message: str) -> None:
     memory.pipe({"/logs/day_0": b"x", "/empty": b""})
     with pytest.raises(ValueError, match=message):
-        preprocess(PreprocessOptions(inputs=(url,), output=tmp_path / "data"))
+        make(url, tmp_path / "data")
     assert not list(tmp_path.iterdir())
 
 
@@ -136,6 +136,6 @@ class Denied(MemoryFileSystem):
 def test_errors_of_libraries(tmp_path: Path, url: str, message: str) -> None:
     fsspec.register_implementation("denied", Denied, clobber=True)
     with pytest.raises(ValueError, match=message):
-        preprocess(PreprocessOptions(inputs=(url,), output=tmp_path / "data"))
+        make(url, tmp_path / "data")
     with pytest.raises(ValueError, match=r"cannot read `input` denied://logs/\*: NoCredentials: unable to locate"):
         expand(["denied://logs/*"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import tempfile
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -71,38 +73,29 @@ def test_counts_beyond_32_bits(tmp_path: Path, dtype: np.dtype) -> None:
 def test_merging_in_levels_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After stopping at any record, the remaining runs merge to the same values."""
     monkeypatch.setattr(runs_module, "FAN_IN", 3)
-    draw, dtype = np.random.default_rng(0), DTYPES[0]
+    keys, save = np.random.default_rng(0).integers(0, 50, (19, 30)).astype(np.uint32), WorkFolder.save
     for stop in range(9):
-        work = WorkFolder(tmp_path / str(stop))
-        for folder in ("counts", "tables"):
-            (work.path / folder).mkdir(parents=True)
-        folder, expected = work.path / "counts", Counts[int]()
-        runs = []
-        for number in range(19):
-            keys = draw.integers(0, 50, 30).astype(dtype)
-            counter = Counter(folder / str(number), columns=1, key_dtype=dtype, room=1 << 20)
-            expected.update(keys.tolist())
-            counter.add(0, keys)
+        work, records, runs = WorkFolder(tmp_path / str(stop)), itertools.count(1), list[Run]()
+        folder = work.path / "counts"
+        for path in (folder, work.path / "tables"):
+            path.mkdir(parents=True)
+        for number, of_run in enumerate(keys):
+            counter = Counter(folder / str(number), columns=1, key_dtype=keys.dtype, room=1 << 20)
+            counter.add(0, of_run)
             runs += counter.finish()
-        records = 0
-        save = WorkFolder.save
 
-        def fail(self: WorkFolder, name: str, record: object, stop: int = stop, save: object = save) -> None:
-            nonlocal records
-            records += 1
-            if records == stop:
+        def fail(self: WorkFolder, name: str, record: object, stop: int = stop, records: Iterator[int] = records) -> None:
+            if next(records) == stop:
                 raise OSError("disk full")
-            save(self, name, record)  # type: ignore[operator]
+            save(self, name, record)
 
-        arguments = {"columns": 1, "key_dtype": dtype, "entries": 20, "workers": 1}
-        with monkeypatch.context() as patched:
+        merge_all = partial(merge_in_levels, runs, work, folder, columns=1, key_dtype=keys.dtype, entries=20, workers=1)
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="disk full") if stop else nullcontext():
             patched.setattr(WorkFolder, "save", fail)
-            if stop:
-                with pytest.raises(OSError, match="disk full"):
-                    merge_in_levels(runs, work, folder, **arguments)
-        left = merge_in_levels(runs, work, folder, **arguments)
+            merge_all()
+        left = merge_all()
         assert len(left) == 3
-        assert merged(left, folder, 0, dtype, 20) == dict(expected)
+        assert merged(left, folder, 0, keys.dtype, 20) == dict(Counts(keys.ravel().tolist()))
         assert sorted(path.name for path in folder.iterdir()) == sorted(
             f"{run.name}.{suffix}" for run in left for suffix in ("keys", "counts")
         )

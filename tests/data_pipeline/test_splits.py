@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from random_logs import random_rows, read, to_text
+from random_logs import make, random_rows, read, to_text
 
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import Column, LogSchema, read_schema
@@ -80,7 +80,7 @@ def test_a_header_that_the_schema_lacks_is_suspected(tmp_path: Path) -> None:
     schema = LogSchema(columns=(Column(name="bought", kind="label"), Column(name="cents", kind="integer")), separator=",")
     remedy = "if it holds column names, set header = true in the schema; fix the log, or raise `max_bad_rows`"
     with pytest.raises(ValueError, match=f"orders.csv:1: .*; {remedy}"):
-        preprocess(PreprocessOptions(inputs=(tmp_path / "orders.csv",), output=tmp_path / "data", schema=schema))
+        make(tmp_path / "orders.csv", tmp_path / "data", schema=schema)
 
 
 VISITS = """

@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from random_logs import files_of, random_rows, read
+from random_logs import files_of, make, random_rows, read
 
 from data_pipeline.manifest import Manifest, file_sha256, read_manifest
-from data_pipeline.options import PreprocessOptions
-from data_pipeline.preprocess import preprocess
 from data_pipeline.schema import criteo_schema, read_schema
 from data_pipeline.transform import TransformOptions, transform
 from data_pipeline.verify import verify
@@ -24,7 +22,7 @@ ROWS = random_rows(300)
 
 @pytest.fixture
 def data(tmp_path: Path, write_log: WriteLog) -> Path:
-    preprocess(PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data", part_bytes=20_000))
+    make(write_log(ROWS), tmp_path / "data", part_bytes=20_000)
     return tmp_path / "data"
 
 
@@ -86,7 +84,7 @@ def test_from_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
 
 
 def test_hashed_by_the_option_for_all_columns(tmp_path: Path, write_log: WriteLog) -> None:
-    preprocess(PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data", hash_buckets=50))
+    make(write_log(ROWS), tmp_path / "data", hash_buckets=50)
     manifest = checked(to_options(tmp_path / "data", write_log(ROWS, "again.tsv")))
     assert {(column.num_embeddings, column.vocabulary, column.distinct) for column in manifest.categorical_columns} == {
         (50, None, None)
@@ -168,10 +166,8 @@ rating = { kind = "float", transform = "standardize" }\nseen = { kind = "list", 
 user = { kind = "category", hash_buckets = 50 }\n"""
     (tmp_path / "schema.toml").write_text(schema)
     (tmp_path / "log.csv").write_text("click,buy,w,rating,seen,user\n" + "1,0,0.5,3,a|b,u\n" * 9)
-    options = PreprocessOptions(
-        inputs=(tmp_path / "log.csv",), output=tmp_path / "data", schema=read_schema(tmp_path / "schema.toml")
-    )
-    preprocess(options)
+    data = tmp_path / "data"
+    make(tmp_path / "log.csv", data, schema=read_schema(tmp_path / "schema.toml"))
     for before, after, message in (
         (', transform = "standardize"', "", r"rating \(float\) where rating \(float, transform standardize\) is expected"),
         ("max_length = 2", "max_length = 3", r"seen \(list, max_length 3\) where seen \(list, max_length 2\) is expected"),
@@ -179,10 +175,10 @@ user = { kind = "category", hash_buckets = 50 }\n"""
     ):
         (tmp_path / "other.toml").write_text(schema.replace(before, after))
         with pytest.raises(ValueError, match=message):
-            transform(to_options(options.output, *options.inputs, schema=read_schema(tmp_path / "other.toml")))  # type: ignore[arg-type]
+            transform(to_options(data, tmp_path / "log.csv", schema=read_schema(tmp_path / "other.toml")))
     (tmp_path / "log.csv").write_text("rating,seen,user\n3,a|b,u\n")
-    manifest = checked(to_options(options.output, tmp_path / "log.csv"))
+    manifest = checked(to_options(data, tmp_path / "log.csv"))
     assert (manifest.labels, manifest.weight) == ((), None)
     (tmp_path / "log.csv").write_text("click,w,rating,seen,user\n1,0.5,3,a|b,u\n")
     with pytest.raises(ValueError, match=r"log.csv has the labels label where .* has click, buy; give logs with all of these"):
-        transform(replace(to_options(options.output, tmp_path / "log.csv"), output=tmp_path / "one"))
+        transform(replace(to_options(data, tmp_path / "log.csv"), output=tmp_path / "one"))

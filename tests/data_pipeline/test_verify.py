@@ -11,10 +11,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from random_logs import random_rows
+from random_logs import make, random_rows
 
 from data_pipeline.manifest import CategoricalColumn, Manifest, describe_file
-from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.verify import verify
 
@@ -23,8 +22,7 @@ ROWS = random_rows(400)
 
 @pytest.fixture
 def data(tmp_path: Path, write_log: Callable[..., Path]) -> tuple[Manifest, Path]:
-    options = PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data", part_bytes=10_000)
-    return preprocess(options), options.output
+    return make(write_log(ROWS), tmp_path / "data", part_bytes=10_000), tmp_path / "data"
 
 
 def with_first_shard(manifest: Manifest, folder: Path, change: Callable[[pd.DataFrame], None]) -> Manifest:
@@ -99,8 +97,7 @@ def test_rows_in_two_splits(data: tuple[Manifest, Path]) -> None:
 
 def test_shard_copied_over_another(tmp_path: Path, write_log: Callable[..., Path]) -> None:
     """Counts and checksums are correct, but rows are in two splits."""
-    options = PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data")
-    manifest, folder = preprocess(options), options.output
+    manifest, folder = make(write_log(ROWS), tmp_path / "data"), tmp_path / "data"
     (val,), (test,) = manifest.splits["val"].shards, manifest.splits["test"].shards
     shutil.copy(folder / val.path, folder / test.path)
     copied = replace(test, bytes=val.bytes, sha256=val.sha256)
@@ -178,14 +175,11 @@ def test_sums_of_weights_and_labels(tmp_path: Path) -> None:
         for name, kind in {"click": "label", "buy": "label", "w": "weight", "c": "hex"}.items()
     )
     (tmp_path / "log").write_text("1,0,0.5,1\n0,1,2,1\n" * 20)
-    options = PreprocessOptions(
-        inputs=(tmp_path / "log",), output=tmp_path / "data", schema=LogSchema(columns=columns, separator=",")
-    )
-    manifest = preprocess(options)
+    manifest = make(tmp_path / "log", tmp_path / "data", schema=LogSchema(columns=columns, separator=","))
     assert manifest.weight is not None
     means = manifest.weight.split_means | {"test": 0.5}
-    with pytest.raises(ValueError, match=r"test holds weights that sum to .*, but their mean is stated as 0.5"):
-        verify(replace(manifest, weight=replace(manifest.weight, split_means=means)), options.output)
+    with pytest.raises(ValueError, match=r"test holds weights that sum to .*, but the mean of w is stated as 0.5"):
+        verify(replace(manifest, weight=replace(manifest.weight, split_means=means)), tmp_path / "data")
     buy = replace(manifest.other_labels[0], split_means=manifest.other_labels[0].split_means | {"val": 0.9})
     with pytest.raises(ValueError, match=r"val holds .* labels of 1, but the mean of buy is stated as 0\.9"):
-        verify(replace(manifest, other_labels=(buy,)), options.output)
+        verify(replace(manifest, other_labels=(buy,)), tmp_path / "data")
