@@ -16,6 +16,7 @@ from data_pipeline.reference import Malformed, parse_line
 from data_pipeline.schema import KINDS, LogSchema
 
 REASONS_KEPT = 100
+_PIECE = 1 << 18  # bytes that are compared at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,13 @@ class Parsed:
 def count_cells(text: np.ndarray, schema: LogSchema) -> tuple[int, int]:
     """Return the number of lines of a text, and the most list elements that any of its columns can have."""
     separators = {ord(column.separator) for column in schema.columns if column.kind == "list"}
-    lines, *elements = (int(np.count_nonzero(text == byte)) for byte in (ord("\n"), *separators))
+    lines, *elements = (_count(text, byte) for byte in (ord("\n"), *separators))
     return lines, sum(elements) + (lines if separators else 0)
+
+
+def _count(text: np.ndarray, byte: int) -> int:
+    """Count a byte piece by piece, so that comparisons stay in the cache."""
+    return sum(int(np.count_nonzero(text[begin : begin + _PIECE] == byte)) for begin in range(0, len(text), _PIECE))
 
 
 def array_bytes(schema: LogSchema, lines: int, elements: int) -> int:
