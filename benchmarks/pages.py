@@ -43,6 +43,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mlperf": tables.mlperf,
     "serve": tables.serve,
     "preprocess": tables.preprocess,
+    "days": tables.days,
     "preprocess-order": tables.preprocess_by_order,
     "equal-bytes": quality_tables.equal_bytes,
     "quality-ne": partial(quality_tables.quality, "ne"),

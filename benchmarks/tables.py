@@ -23,6 +23,7 @@ MACHINES = {
     EPYC_AVX512: "2 cores of an AMD EPYC with AVX-512",
 }
 
+DAYS = {"continued": "continued", "anew": "anew, on all days", "first day's": "the first day's model"}
 ORDERS = {"comera-rec": "by frequency", "comera-rec, by similarity": "by similarity"}
 
 
@@ -187,6 +188,20 @@ def preprocess_by_order() -> str:
         lines.append([f"{size:,}", *(f"{ms / 1000:.1f} s, {mib:,.0f} MiB" for ms, mib in pairs)])
     command = "preprocess --only groups=0.5"
     return markdown(["rows", *ORDERS.values()], lines, left=0) + source(EPYC_AVX512, "preprocess", command)
+
+
+def days() -> str:
+    """Daily retraining: NE and AUC on the next day's rows, and the steps of the day's run."""
+    rows = committed(EPYC_AVX512, "days")
+    lines = []
+    for day in sorted({row.shapes["day"] for row in rows}):
+        cells = [f"{day}"]
+        for provider in DAYS:
+            of = select(rows, day=day, provider=provider)
+            steps = f", {of[0].counted['steps']:,.0f} steps" if of and provider != "first day's" else ""
+            cells.append(f"{of[0].p50:.4f}, {of[0].counted['auc']:.4f}{steps}" if of else "")
+        lines.append(cells)
+    return markdown(["after day", *DAYS.values()], lines) + source(EPYC_AVX512, "days")
 
 
 def whole_model() -> str:
