@@ -160,9 +160,26 @@ def serve() -> str:
     return markdown(header, lines) + source(EPYC_AVX512, "serve")
 
 
-def preprocess() -> str:
+def serve_http() -> str:
+    """One-row requests over HTTP."""
+    rows = committed(EPYC_AVX512, "serve-http")
+    names = {
+        "comera serve": "`comera serve`",
+        "uvicorn, Starlette": "the same model under uvicorn and Starlette",
+        "echo": "a bare echo",
+    }
+    lines = [
+        [title, f"{row.counted['requests_per_s']:,.0f}", f"{row.p50:.1f} ms", f"{row.counted['p99']:.1f} ms"]
+        for name, title in names.items()
+        for row in select(rows, provider=name)
+    ]
+    header = ["one-row requests, 32 connections", "a second", "median", "99th percentile"]
+    return markdown(header, lines) + source(EPYC_AVX512, "serve-http")
+
+
+def preprocess(machine: str) -> str:
     """Whole preprocessing runs, ours and the rivals'."""
-    rows = committed(EPYC_AVX2, "preprocess")
+    rows = [row for row in committed(machine, "preprocess") if "groups" not in row.shapes]
     titles = {
         "comera-rec": "`comera preprocess`",
         "duckdb": "SQL for DuckDB",
@@ -176,7 +193,7 @@ def preprocess() -> str:
             ms, mib = (select(rows, provider=provider, unit=unit, rows=size) for unit in ("ms", "MiB"))
             cells.append(f"{ms[0].p50 / 1000:.1f} s, {mib[0].p50:,.0f} MiB" if ms else "")
         lines.append(cells)
-    return markdown(["rows", *titles.values()], lines, left=0) + source(EPYC_AVX2, "preprocess")
+    return markdown(["rows", *titles.values()], lines, left=0) + source(machine, "preprocess")
 
 
 def preprocess_by_order() -> str:

@@ -18,7 +18,6 @@ from data_pipeline.hashing import IdSource, encode_keys
 from data_pipeline.manifest import CategoricalColumn, Manifest, check_file
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import Kind
-from data_pipeline.verify import read_row_groups
 
 TOP = (1, 10, 100, 1_000, 10_000)
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
@@ -139,7 +138,9 @@ def _column(manifest: Manifest, folder: Path, name: str) -> tuple[Kind, Categori
 def _entry(column: CategoricalColumn, folder: Path, number: int) -> tuple[int, int]:
     """Read the value and count of an id, from 1, in the vocabulary."""
     assert column.vocabulary, "only columns with a vocabulary have entries"
-    groups = read_row_groups(check_file(column.vocabulary, folder))
-    first, group = next((first, group) for first, group in groups if number <= first + len(group))
-    entry = group.slice(number - 1 - first, 1).to_pylist()[0]
+    with pq.ParquetFile(check_file(column.vocabulary, folder), memory_map=True) as file:
+        row, group = number - 1, 0
+        while row >= (rows := file.metadata.row_group(group).num_rows):
+            row, group = row - rows, group + 1
+        entry = file.read_row_group(group).slice(row, 1).to_pylist()[0]
     return entry["value"], entry["count"]

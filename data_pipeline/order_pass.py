@@ -32,7 +32,6 @@ from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import write_vocabulary
 
 _MOST_CELLS = 1 << 25
-_HEAD = 20  # values for each one whose share of the occurrences is told
 _BYTES_PER_CELL, _BYTES_PER_VALUE = 16, 768  # of memory while vectors are computed and ordered
 
 
@@ -150,6 +149,16 @@ def _sample_part(encoder: Encoder, job: Job, part: Part, sampling: _Sampling) ->
         np.savez(file, values=np.concatenate(values), lengths=np.concatenate(lengths))
 
 
+def _head(vocabulary: Path, rows: int) -> float:
+    """Return the share of all occurrences that the most frequent twentieth of the values has."""
+    most, head, total = -(-rows // 20), 0, 0
+    for first, group in read_row_groups(vocabulary):
+        counts = group.column("count").to_numpy()
+        head += int(counts[: max(0, most - first)].sum())
+        total += int(counts.sum())
+    return head / total
+
+
 def _write_ordered(job: Job, column: CategoricalColumn, vectors: np.ndarray) -> CategoricalColumn:
     """Write a vocabulary with the values that have vectors in order of similarity, and the others as they were."""
     assert column.vocabulary
@@ -174,8 +183,6 @@ def _write_ordered(job: Job, column: CategoricalColumn, vectors: np.ndarray) -> 
                 yield keys[of_head:], counts[of_head:]
 
     rows, key_dtype = column.vocabulary.rows, job.schema.key_dtype
-    counts = np.concatenate([group.column("count").to_numpy() for _, group in read_row_groups(path)])
-    head = float(counts[: -(-rows // _HEAD)].sum() / counts.sum())
     file, table = write_vocabulary(column.name, blocks, rows, key_dtype=key_dtype, data=job.work.data)
     kept = describe_file(vectors_path, job.work.data, rows=len(order))
-    return replace(column, vocabulary=file, table=table, order="similarity", vectors=kept, head=head)
+    return replace(column, vocabulary=file, table=table, order="similarity", vectors=kept, head=_head(path, rows))

@@ -48,6 +48,10 @@ class Schedule(Protocol):
         """
 
 
+_RECORDS = 2
+"""Version of the files that passes record in a work folder; a run that has others starts over."""
+
+
 def on_threads(
     job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
 ) -> Generator[Result]:
@@ -176,11 +180,11 @@ def open_job(
     logs = tuple(map(identify_log, options.inputs))
     layouts = tuple(check_layout(log, schema) for log in options.inputs)
     schema = splitting.schema_used(schema)
-    identity = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()} | identity
+    read = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions(), "records": _RECORDS}
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on)
     with (
         scheduled as schedule,
-        work_folder(options.output, identity=identity, files=files, overwrite=options.overwrite, tell=tell) as work,
+        work_folder(options.output, identity=read | identity, files=files, overwrite=options.overwrite, tell=tell) as work,
     ):
         for folder in (*SPLITS, "vocabulary") if files else ():
             (work.data / folder).mkdir(exist_ok=True)

@@ -97,9 +97,16 @@ class Counter:
 
     def _write(self) -> None:
         path = self._path.with_name(f"{self._path.name}.{len(self._runs)}")
-        counted = ([np.unique(np.concatenate(keys), return_counts=True)] for keys in self._keys)
+        counted = ([_count(np.concatenate(keys))] for keys in self._keys)
         self._runs.append(write_run(path, counted, count_bytes=4))  # as there are fewer keys than 2^32
         self._keys, self._bytes = [keys[:1] for keys in self._keys], 0
+
+
+def _count(keys: np.ndarray) -> Counted:
+    """Sort an array of keys in place, which `np.unique` would copy, and return the distinct ones and their counts."""
+    keys.sort()
+    starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
+    return keys[starts], np.diff(starts, append=len(keys)).astype(_COUNT)
 
 
 def merge_two(left: Counted, right: Counted) -> Counted:

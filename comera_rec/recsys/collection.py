@@ -361,12 +361,12 @@ def _version(values: Tensor) -> int | None:
 
 def in_order(keys: list[str], parts: Mapping[str, Tensor], dim: int) -> KeyedTensor:
     """Combine what was looked up for each key, side by side (`dim` 1) or one below the other (0), in the order of the keys."""
-    return KeyedTensor(keys, [parts[key].shape[dim] for key in keys], torch.cat([parts[key] for key in keys], dim), key_dim=dim)
+    return KeyedTensor(keys, [parts[key].shape[dim] for key in keys], _joined([parts[key] for key in keys], dim), key_dim=dim)
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
+def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Concatenate tensors; a single one is returned without a copy."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 def _require_valid(configs: Sequence[TTEmbeddingBagConfig]) -> None:

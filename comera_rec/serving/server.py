@@ -48,7 +48,7 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Options of the server.
+    """Options of the server; the command checks their ranges.
 
     Args:
         model: MODEL.pt2; its stem is the model's name.

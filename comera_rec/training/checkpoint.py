@@ -158,6 +158,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path, remedy = Path(path), ""
     try:
         saved = json.loads((path / _RECORD).read_text())
+        if not isinstance(saved["record"], dict):
+            raise TypeError(f"{_RECORD} holds no record")
         if saved["format"] != _FORMAT:
             remedy = "use the version of comera-rec that wrote it"
             raise UserError(f"it is of format {saved['format']}, and this version reads format {_FORMAT}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
 from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.checkpoint_reader import Checkpoint
 from comera_rec.training.config import RunConfig, parse_config
-from comera_rec.training.model import Schema, build_model
+from comera_rec.training.model import Schema, build_model, table_configs
 from comera_rec.training.runs import CHECKPOINTS, open_run, require_data, require_successor
 from comera_rec.training.trainer import Trainer
 from data_pipeline.errors import UserError
@@ -46,8 +47,9 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
         raise UserError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
     model = build_model(config, schema)
     dense_weights = {name.removeprefix("model/"): value for name, value in _read(checkpoint, "model/").items()}
-    importance = {name.split("/")[1]: sums for name, sums in _read(checkpoint, "tables/", "/momentum1").items()}
-    copy_weights_(model, dense_weights, importance)
+    sums = _read(checkpoint, "tables/", "/momentum1")
+    importance = {name.removeprefix("tables/").removesuffix("/momentum1"): value for name, value in sums.items()}
+    copy_weights_(model, dense_weights, _table_budget(config, schema), importance)
     trainer = Trainer(config, model)
     require_data(dense, schema, config.data.path, trainer.schema)
     return _save_start(trainer)
@@ -64,8 +66,8 @@ def _read(checkpoint: Checkpoint, prefix: str, suffix: str = "") -> dict[str, Te
 
 
 @torch.no_grad()
-def copy_weights_(model: nn.Module, dense: dict[str, Tensor], importance: dict[str, Tensor]) -> None:
-    """Give a model the weights of its dense twin: TT modules by TT-SVD, all tables within their present size, the rest copied.
+def copy_weights_(model: nn.Module, dense: dict[str, Tensor], table_budget: int, importance: dict[str, Tensor]) -> None:
+    """Give a model the weights of its dense twin: TT modules by TT-SVD, all tables within one budget, the rest copied.
 
     `importance` has the weights of the squared errors of a table's rows, by the table's name.
     """
@@ -73,8 +75,7 @@ def copy_weights_(model: nn.Module, dense: dict[str, Tensor], importance: dict[s
     tables = {name: module for name, module in tt_modules.items() if isinstance(module, TTEmbeddingBag)}
     blocks = {block for table in tables.values() for block in table.hot_blocks()}
     weights = [_dense_weight(name, module, dense) for name, module in tables.items()]
-    budget = sum(parameter.numel() for table in tables.values() for parameter in table.parameters())
-    fit_tables_(list(tables.values()), weights, budget, [importance.get(name.rpartition(".")[2]) for name in tables])
+    fit_tables_(list(tables.values()), weights, table_budget, [importance.get(name.rpartition(".")[2]) for name in tables])
     for name, module in tt_modules.items():
         if name not in tables and module not in blocks:
             module.set_dense_matrix_(_dense_weight(name, module, dense).mT)
@@ -93,6 +94,16 @@ def _dense_weight(name: str, module: TTModule, dense: dict[str, Tensor]) -> Tens
     if key not in dense:
         raise UserError(f"the dense checkpoint holds no {key}: give a run trained with tables.format=dense linears.format=dense")
     return dense[key]
+
+
+def _table_budget(config: RunConfig, schema: Schema) -> int:
+    """Return the number of parameters for all TT tables."""
+    tables: list[Any] = table_configs(config, schema)  # `TTEmbeddingBagConfig`s, with or without ranks
+    if config.tables.compression is None:
+        return sum(table.num_params for table in tables if table.is_tt)
+    dense = sum(table.num_embeddings * table.embedding_dim for table in tables)
+    small = sum(table.num_params for table in tables if not table.is_tt)
+    return int(dense / config.tables.compression) - small
 
 
 def start_after(run: Path, config: RunConfig) -> None:

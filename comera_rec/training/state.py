@@ -21,6 +21,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from comera_rec.nn import named_tt_modules
 from comera_rec.recsys.sharding import load_optimizer_state_, optimizer_state
 from comera_rec.training.checkpoint_reader import Checkpoint
+from data_pipeline.errors import UserError
 
 
 @dataclass(kw_only=True)
@@ -61,6 +62,12 @@ class TrainingState:
 
         If `grown`, on one process, tables may have more rows than in the checkpoint; these get initial values.
         """
+        lacking = [name for name in self.module.state_dict() if f"model/{name}" not in checkpoint.sizes]
+        if lacking:
+            raise UserError(
+                f"the checkpoint holds no {lacking[0]}: its model was built by another version of comera-rec, which chose other "
+                "layers; use that version, or start anew"
+            )
         for name, module in named_tt_modules(self.module):
             module.resize_ranks_([checkpoint.sizes[f"model/{name}.core_{k}"][3] for k in range(module.shape.order - 1)])
             if grown:
@@ -92,7 +99,7 @@ class TrainingState:
 
 
 def local_parts(value: Any) -> list[tuple[Tensor, int]]:
-    """List this process's parts of a tensor, with the first row of each where it is divided by rows."""
+    """List this process's parts of a tensor, those of a ShardedTensor with the first row of each."""
     if isinstance(value, ShardedTensor):
         return [(shard.tensor, shard.metadata.shard_offsets[0]) for shard in value.local_shards()]
     return [(value.to_local() if isinstance(value, DTensor) else value, 0)]

@@ -197,6 +197,8 @@ class Trainer:
                     result = self._result()
                 WORLD.on_first(lambda: _write_json(path, result))
             finally:
+                with contextlib.suppress(OSError):
+                    self.writer.wait()
                 if self.log:
                     self.log.close()
         else:

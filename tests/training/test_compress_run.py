@@ -52,7 +52,7 @@ def test_training_continues_from_its_weights(
     model, _, _ = load_run(run)
     report = compression_report(model)
     budget = report.total("dense_params", kind="table") // 4
-    assert report.total("params", kind="table") <= budget
+    assert 0.9 * budget < report.total("params", kind="table") <= budget
     ranks = {layer.name: layer.ranks for layer in report.layers if layer.kind == "table" and layer.format == "tt"}
     assert len(set(ranks.values())) > 1, "ranks are spread by singular values"
 

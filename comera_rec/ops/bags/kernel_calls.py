@@ -169,7 +169,7 @@ class KernelCalls:
         self._pool(rows, torch.empty_like(targets), numbers, None, "sum", 1)
         is_pooled = numbers[:-1] < self._offsets[-1]
         of_bags = grad.reshape(-1, self.sizes.num_cols).index_select(0, torch.where(is_pooled, targets, 0))
-        return torch.where(is_pooled, (rows * of_bags).sum(1), 0.0).to(grad.dtype)
+        return torch.where(is_pooled, rows.mul_(of_bags).sum(1), 0.0).to(grad.dtype)
 
 
 def _starts(tensors: Sequence[Tensor]) -> list[int]:
