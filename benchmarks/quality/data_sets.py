@@ -4,7 +4,7 @@ R rows, F categorical fields, I integer columns.
 
     synth   `comera synth` and `comera preprocess`: Criteo's format, a planted signal, chronological splits. In synth-even, effects
             of rare values are as large as those of frequent ones; in synth-steep, they shrink twice as fast as in synth; in
-            synth-groups, values that occur together have effects in common.
+            synth-groups, values that occur together have effects in common; synth-groups-10M has ten times as many rows.
     ml1m    implicit feedback in a folder with train.txt and test.txt, one line per user: the user's id, then the items' ids. A
             random tenth of the training pairs is for validation. Each positive pair gets one negative: the same user with an item
             drawn uniformly from those that the user never had, in training for training rows and in any split for the others (as in
@@ -43,6 +43,7 @@ LOGS: dict[str, dict[str, Any]] = {
     "synth-even": {"decay": 0.0},
     "synth-steep": {"decay": 2 * DECAY},
     "synth-groups": {"groups": 0.5},
+    "synth-groups-10M": {"groups": 0.5},
 }
 """What distinguishes the synthetic logs."""
 
