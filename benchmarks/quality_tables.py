@@ -188,10 +188,20 @@ def quality_with_groups() -> str:
     lines = []
     for method, name in NAMES.items():
         size = 10 if method == "dense" else 100
-        cells = [_ne_and_auc(select(rows, data="synth-groups", provider=method, compression=size)) for rows in by_start]
+        cells = [
+            _ne_and_auc(select(rows, data=data, provider=method, compression=size))
+            for data in ("synth-groups", "synth-groups-10M")
+            for rows in by_start
+        ]
         if any(cells):
             lines.append([name, *cells])
-    header = ["NE, AUC", "by frequency, random start", "by similarity, from vectors"]
+    header = [
+        "NE, AUC",
+        "1M rows, by frequency",
+        "by similarity, from vectors",
+        "10M rows, by frequency",
+        "by similarity, from vectors",
+    ]
     return markdown(header, lines) + source(
         EPYC_AVX512, "quality", "quality --only data=synth-groups,order=similarity,start=vectors"
     )
