@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +29,7 @@ import orjson
 import torch
 import uvloop
 from torchrec import KeyedJaggedTensor
+from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.harness.agreement import require_agreement
@@ -69,6 +71,9 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         cases = [HttpCase(connections=4, rounds=1, seconds=0.5)]
     torch.manual_seed(settings.seed)
     requests = [draw_request(sizes) for _ in range(REQUESTS)]
+    servers = [name for name in COMMANDS if name != STARLETTE or (find_spec("uvicorn") and find_spec("starlette"))]
+    if STARLETTE not in servers:
+        tqdm.write(f"serve-http: without {STARLETTE}, which are not installed (pip install uvicorn starlette)")
     for case, rows in each_case("serve-http", cases, settings):
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder, "model.pt2")
@@ -77,10 +82,10 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             cr.export(Probabilities(build(sizes)), (dense, features), model, form="fast")
             expected = ServingModel(model)(*requests[0])[0]
             bodies = [_body(*request) for request in requests]
-            samples: dict[str, list[float]] = {name: [] for name in COMMANDS}
-            rates: dict[str, list[float]] = {name: [] for name in COMMANDS}
+            samples: dict[str, list[float]] = {name: [] for name in servers}
+            rates: dict[str, list[float]] = {name: [] for name in servers}
             for _ in range(case.rounds):
-                for name in COMMANDS:
+                for name in servers:
                     with _served(name, model) as port:
                         answer = _post(port, bodies[0])
                         if name != ECHO:
