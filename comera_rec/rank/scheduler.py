@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from comera_rec.distributed import WORLD
 from comera_rec.nn import TTModule, named_tt_modules
-from comera_rec.ops.bags.updates import update_kind
+from comera_rec.ops.bags.updates import update_kinds
 from comera_rec.rank.config import RankConfig
 from comera_rec.rank.importance import NO_GRADIENTS, STATIC_SCORES, TaylorScores
 from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
@@ -330,7 +330,7 @@ def _is_frozen(module: TTModule) -> bool:
 
 def _require_gradients(modules: Collection[TTModule], config: RankConfig) -> None:
     """Raise ValueError if an update in backward consumes gradients that the schedule needs, or would apply a penalty separately."""
-    if config.beta and any(update_kind(core) for module in modules for core in module.cores()):
+    if config.beta and any(update_kinds([core for module in modules for core in module.cores()])):
         raise UserError(
             f"beta is {config.beta}, a penalty on cores, which are updated in backward: a step would update them twice; set beta=0"
         )

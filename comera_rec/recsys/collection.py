@@ -25,7 +25,7 @@ from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
 from comera_rec.ops.bags import Slots, Table, write_slots
-from comera_rec.ops.bags.updates import update_kind
+from comera_rec.ops.bags.updates import update_kinds
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 from data_pipeline.errors import UserError
@@ -218,13 +218,11 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def _groups(self) -> list[list[TTEmbeddingBagConfig]]:
         """Group tables that differ only in row modes and ranks, which share a lookup; on GPUs zeros pad ranks of similar size."""
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
-        for config in self._tt_configs:
-            table = self.tt_bag(config.name)
-            ranks: tuple[int, ...] = ()
-            if table.core_0.device.type != "cpu":
-                ranks = tuple(map(rank_bucket, table.shape.ranks))
-            updated = update_kind(table.core_0)
-            group_key = (table.mode, table.core_0.dtype, table.embedding_dim, table.shape.col_shape, ranks, updated)
+        tables = [self.tt_bag(config.name) for config in self._tt_configs]
+        cores = [table.core_0 for table in tables]
+        for config, table, core, updated in zip(self._tt_configs, tables, cores, update_kinds(cores), strict=True):
+            ranks = () if core.device.type == "cpu" else tuple(map(rank_bucket, table.shape.ranks))
+            group_key = (table.mode, core.dtype, table.embedding_dim, table.shape.col_shape, ranks, updated)
             groups.setdefault(group_key, []).append(config)
         return list(groups.values())
 

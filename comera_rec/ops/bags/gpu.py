@@ -16,7 +16,7 @@ from torch import Tensor
 from comera_rec.ops.bags import reference
 from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls
 from comera_rec.ops.bags.table import Table
-from comera_rec.ops.bags.updates import ROW_WISE, Updates, find_updates, update_kind
+from comera_rec.ops.bags.updates import ROW_WISE, Updates, find_updates, update_kinds
 from comera_rec.ops.plan import LookupPlan
 from comera_rec.ops.plan.pairs import PairPlan, pair_up, plan_hot_rows
 from comera_rec.tt import slice_major_together
@@ -41,7 +41,7 @@ def pool(
         diagonals = [diagonal for table in tables for diagonal in table.diagonals]
         bags = pool_pairs(lefts, rights, diagonals, plan, *how, update=update)
     else:
-        if update and torch.is_grad_enabled() and any(update_kind(core) is ROW_WISE for table in tables for core in table.cores):
+        if update and torch.is_grad_enabled() and ROW_WISE in update_kinds([core for table in tables for core in table.cores]):
             raise UserError("RowWiseAdagrad in backward on a GPU needs tables of order 2: use Adagrad, or order=2")
         left, right = reference.make_halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
         p, q = plan.rows.long()[:, plan.inverse.long()]

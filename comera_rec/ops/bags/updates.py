@@ -254,10 +254,10 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
     Raises:
         ValueError: if only some of the cores have row-wise Adagrad in backward, which works only slice by slice.
     """
-    core_optimizers = [_optimizer_of(core) for core in cores]
+    core_optimizers = _optimizers_of(cores)
     kinds = {optimizer and kind_of(*optimizer) for optimizer in set(core_optimizers)}
     if len(kinds) == 1 and (kind := kinds.pop()) is not None:
-        diagonal_optimizers = [_optimizer_of(diagonal) for diagonal in diagonals]
+        diagonal_optimizers = _optimizers_of(diagonals)
         if any(optimizer is None or kind_of(*optimizer) is not kind for optimizer in set(diagonal_optimizers)) or not all(
             diagonal.is_contiguous() for diagonal in diagonals
         ):
@@ -271,10 +271,10 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
     return None
 
 
-def update_kind(core: Tensor) -> Kind | None:
-    """Return the kind of the optimizer that updates a core in backward, slice by slice; None without one, or when compiling."""
-    optimizer = None if torch.compiler.is_compiling() else _optimizer_of(core)
-    return kind_of(*optimizer) if optimizer else None
+def update_kinds(cores: Sequence[Tensor]) -> list[Kind | None]:
+    """Return the kinds of the optimizers that update cores in backward, slice by slice; None without one, or when compiling."""
+    optimizers = [None] * len(cores) if torch.compiler.is_compiling() else _optimizers_of(cores)
+    return [optimizer and kind_of(*optimizer) for optimizer in optimizers]
 
 
 def kind_of(optimizer: Optimizer, number: int = 0) -> Kind | None:
@@ -295,31 +295,35 @@ def is_row_wise(optimizer: Optimizer) -> bool:
 _AVERAGED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # ids of parameters, by the module that averages them
 
 
-def _is_averaged(core: Tensor) -> bool:
-    """Return whether this runs in the forward of a DistributedDataParallel that averages the core's gradients."""
+def _averaged_parameters() -> set[int]:
+    """Return the ids of parameters whose gradients a DistributedDataParallel averages, if this runs in the forward of one."""
     replicas = _torchs(DistributedDataParallel, "_get_active_ddp_module")()
     if replicas is None:
-        return False
+        return set()
     if replicas not in _AVERAGED:
         ignored = replicas.parameters_to_ignore
         _AVERAGED[replicas] = {id(each) for name, each in replicas.module.named_parameters() if name not in ignored}
-    return id(core) in _AVERAGED[replicas]
+    return _AVERAGED[replicas]
 
 
-def _optimizer_of(core: Tensor) -> tuple[Optimizer, int] | None:
-    """Return the only optimizer that steps in backward, and the number of the core's group; None if there is none.
+def _optimizers_of(parameters: Sequence[Tensor]) -> list[tuple[Optimizer, int] | None]:
+    """Return each parameter's only optimizer that steps in backward, and the number of its group; None if there is none.
 
     None also under DistributedDataParallel, which needs gradients to average: it removes the hooks, and steps afterwards.
     """
-    # Reading __dict__ is faster than looking up attributes, and it is empty unless an optimizer was registered.
-    attributes = core.__dict__
-    if not attributes or not core.requires_grad:
-        return None
-    updating: _Updating | None = attributes.get(_UPDATING)
-    if updating is not None:
-        return None if _is_averaged(core) else updating.pair
-    optimizers = attributes.get("_in_backward_optimizers", ())
-    return (optimizers[0], 0) if len(optimizers) == 1 and hooks_in_backward(core) else None
+    averaged = _averaged_parameters()
+    optimizers: list[tuple[Optimizer, int] | None] = []
+    for parameter in parameters:
+        # Reading __dict__ is faster than looking up attributes, and it is empty unless an optimizer was registered.
+        attributes, optimizer = parameter.__dict__, None
+        if attributes and parameter.requires_grad:
+            updating: _Updating | None = attributes.get(_UPDATING)
+            if updating is not None:
+                optimizer = None if id(parameter) in averaged else updating.pair
+            elif len(stepping := attributes.get("_in_backward_optimizers", ())) == 1 and hooks_in_backward(parameter):
+                optimizer = stepping[0], 0
+        optimizers.append(optimizer)
+    return optimizers
 
 
 def hooks_in_backward(parameter: Tensor) -> list[tuple[Any, Any]]:
