@@ -26,7 +26,7 @@ BENCHMARKS = {
     "transformer": ("transformer:run", "training a six-encoder transformer: dense, low rank, TT"),
     "dlrm": ("dlrm:run", "a whole DLRM: dense, and 99 to 1,000 times smaller; resumes"),
     "gpu-dlrm": ("dlrm:run_steps", "steps of a whole DLRM: dense, TT, and on a GPU TT in a CUDA graph"),
-    "mlperf": ("mlperf:run", "MLPerf's DLRM-DCNv2, tables 1,000 times smaller: a step part by part, peak memory"),
+    "step": ("step:run", "a training step part by part: Kaggle's DLRM, dense and TT; MLPerf's DLRM-DCNv2, TT, and its memory"),
     "preprocess": ("preprocess:run", "raw logs to a data set: comera preprocess, pandas, DuckDB, torchrec; resumes"),
     "days": ("days:run", "daily retraining: continued, anew on all days, the first day only"),
     "serve": ("serve:run", "requests: packages of a TT model and TorchRec's quantized dense one"),
