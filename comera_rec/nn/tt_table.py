@@ -106,9 +106,18 @@ class TTTable(TTModule):
         return slice_major(core, k, self.shape.order)
 
     def forward_parameters(self) -> Table:
-        """Return the parameters in the form that a lookup takes."""
-        blocks = [rows.block() for rows in self.hot_blocks()]
-        return Table(list(self.cores()), list(self.rank_parameters()), blocks, self.first_row)
+        """Return the parameters in the form that a lookup takes.
+
+        Raises:
+            ValueError: for a table in a FullyShardedDataParallel, which reads gradients of cores in another order than they have.
+        """
+        cores = self.cores()
+        if "_fsdp_flattened" in cores[0].__dict__:
+            raise UserError(
+                f"{self.name} is in a FullyShardedDataParallel, which mixes up the gradients of cores: leave it out by "
+                "ignored_modules, and replicate it or shard it by TorchRec"
+            )
+        return Table(cores, self.rank_parameters(), [rows.block() for rows in self.hot_blocks()], self.first_row)
 
     def hot_blocks(self) -> Iterator[HotRows]:
         """Yield the blocks of `hot_rows`, the most frequent ids first."""

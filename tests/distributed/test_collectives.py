@@ -6,12 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from comera_rec import TTEmbeddingBag
 from comera_rec.distributed import Processes, join_launched, launcher_number
 from comera_rec.testing import run as run_processes
 
@@ -135,3 +138,16 @@ def test_gloos_threads_end_before_python_does() -> None:
     printed = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert all("python" in threads and "gloo" not in threads for threads in printed), printed
+
+
+def test_tables_in_fully_sharded_data_parallel_are_refused() -> None:
+    assert run_processes(1, fully_sharded) == ["the table is in a FullyShardedDataParallel, which mixes up the gradients of cores"]
+
+
+def fully_sharded(process_rank: int) -> str:
+    warnings.simplefilter("ignore")
+    bag = TTEmbeddingBag(1000, 16, tt_ranks=4)
+    wrapped = FullyShardedDataParallel(bag, use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="FullyShardedDataParallel") as error:
+        wrapped(torch.tensor([[1, 2]]))
+    return str(error.value).partition(":")[0]
