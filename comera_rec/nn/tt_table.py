@@ -112,7 +112,7 @@ class TTTable(TTModule):
             ValueError: for a table in a FullyShardedDataParallel, which reads gradients of cores in another order than they have.
         """
         cores = self.cores()
-        if "_fsdp_flattened" in cores[0].__dict__:
+        if type(cores[0]) is Tensor and getattr(cores[0]._base, "_is_flat_param", False):
             raise UserError(
                 f"{self.name} is in a FullyShardedDataParallel, which mixes up the gradients of cores: leave it out by "
                 "ignored_modules, and replicate it or shard it by TorchRec"
