@@ -85,7 +85,8 @@ class TrainingState:
         for name, value in checkpoint.read(larger).items():
             tensors[name][tuple(map(slice, value.shape))] = value
         self.module.load_state_dict(_named(tensors, "model/"))
-        load_optimizer_state_(self.module, self.optimizer, _named(tensors, "optimizer/"))
+        if state := _named(tensors, "optimizer/"):
+            load_optimizer_state_(self.module, self.optimizer, state)
 
     def _table_states(self) -> dict[str, Any]:
         """Return the optimizer state of dense tables: the tensors themselves, so that loading can fill them in place."""

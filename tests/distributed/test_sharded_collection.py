@@ -305,6 +305,9 @@ def test_momenta_of_divided_cores_are_saved_by_all_and_loaded_on_any_number_of_p
     assert torch.equal(momenta(optimizer, single), expected)
     with pytest.raises(ValueError, match=r"the state lacks 'step' of 'bags\.tt_bags\.two\.core_0': give what optimizer_state"):
         load_optimizer_state_(single, optimizer, {})
+    fresh = torch.optim.Adam(single.parameters())
+    with pytest.raises(ValueError, match="the Adam has no state yet to load into: let it take a step"):
+        load_optimizer_state_(single, fresh, optimizer_state(single, fresh))
 
 
 def mistakes(rank: int) -> list[str]:

@@ -57,9 +57,15 @@ def load_optimizer_state_(model: nn.Module, optimizer: Optimizer, state: Mapping
         state: its result.
 
     Raises:
-        ValueError: if `state` lacks an entry.
+        ValueError: if `state` lacks an entry, or the optimizer has no state to load it into, as Adam before its first step.
     """
-    for name, key, parameter, target in _entries(model, optimizer):
+    entries = list(_entries(model, optimizer))
+    if not (entries or state) and any(group.get("momentum") != 0 for group in unwrapped(optimizer).param_groups):
+        raise UserError(
+            f"the {type(unwrapped(optimizer)).__name__} has no state yet to load into: let it take a step, then load the model, and "
+            "then what optimizer_state returns"
+        )
+    for name, key, parameter, target in entries:
         if f"{name}/{key}" not in state:
             raise UserError(f"the state lacks {key!r} of {name!r}: give what optimizer_state returns for this model and optimizer")
         value = state[f"{name}/{key}"]
