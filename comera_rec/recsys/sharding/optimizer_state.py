@@ -62,7 +62,7 @@ def load_optimizer_state_(model: nn.Module, optimizer: Optimizer, state: Mapping
     entries = list(_entries(model, optimizer))
     if not (entries or state) and any(group.get("momentum") != 0 for group in unwrapped(optimizer).param_groups):
         raise UserError(
-            f"the {type(unwrapped(optimizer)).__name__} has no state yet to load into: let it take a step, then load the model, and "
+            f"the {type(unwrapped(optimizer)).__name__} has no state yet to load into: let it take a step, load the model, and "
             "then what optimizer_state returns"
         )
     for name, key, parameter, target in entries:
