@@ -226,7 +226,7 @@ void backward(
   std::vector<Table> tables = tables_of(batch, pairs);
   const HotTables hot(batch, tables);
   const ScratchMemory scratch(tables, pairs, kernels);
-  const LookupBags lookup_bags(batch);
+  const LookupBags lookup_bags(batch, false);
   const Lookups lookups = lookup_bags.lookups(batch.plan);
   const int64_t d = batch.order, T = batch.num_tables;
   for (size_t k = 0; k < batch.ranks.size(); ++k) std::fill_n(diagonal_gradients[k], batch.ranks[k], 0.0f);
@@ -238,7 +238,7 @@ void backward(
   for (int64_t t = 0; t < T; ++t) {
     const Pair* right_pair = d == 4 ? &pairs.right[t] : nullptr;
     parts.emplace_back(tables[t], right_pair, lookups, share, &targets[t * d], &diagonal_gradients[t * (d - 1)]);
-    if (!batch.hot.empty()) parts.back().take_hot(batch, batch.hot[t], &targets[T * d], &diagonal_gradients[T * (d - 1)]);
+    if (!batch.hot.empty()) parts.back().take_hot(batch, batch.hot[t], targets.data() + T * d, diagonal_gradients.data() + T * (d - 1));
   }
   Finishing finishing;
   for (size_t first = 0, beyond = 0; first < parts.size(); first = beyond) {

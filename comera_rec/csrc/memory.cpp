@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kHeader = 64, kLarge = size_t(1) << 20, kStep = size_t(64) << 10;
 constexpr size_t kMostKept = size_t(512) << 20;
-constexpr int64_t kPatience = 64;  // takes after which an unused block is freed
+constexpr int64_t kPatience = 64;  // takes of large blocks after which an unused one is freed
 
 // Stored before every block.
 struct Header {
@@ -56,7 +56,9 @@ void* take_memory(size_t bytes) {
   Header* header = nullptr;
   if (bytes >= kLarge) {
     bytes = rounded(bytes, kStep);
-    const std::lock_guard<std::mutex> lock(pool.mutex);
+    // Another thread may hold the lock in a process that forks: the child does without the pool.
+    const std::unique_lock<std::mutex> lock(pool.mutex, std::try_to_lock);
+    if (!lock) return reinterpret_cast<char*>(allocate(bytes)) + kHeader;
     std::vector<Block>& kept = pool.kept;
     ++pool.takes;
     size_t best = kept.size();
@@ -86,7 +88,8 @@ void give_memory(void* memory) {
     std::free(header);
     return;
   }
-  const std::lock_guard<std::mutex> lock(pool.mutex);
+  const std::unique_lock<std::mutex> lock(pool.mutex, std::try_to_lock);
+  if (!lock) return std::free(header);
   pool.kept.push_back({header, pool.takes});
   pool.kept_bytes += header->capacity;
   while (pool.kept_bytes > kMostKept) pool.free_kept(0);

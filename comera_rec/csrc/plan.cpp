@@ -247,9 +247,13 @@ bool is_plan(const Plan& plan, int64_t order, int64_t T, int64_t L) {
     }
     return true;
   };
-  const auto check_products = [&](int64_t t, int64_t k, const int32_t* outer, const int32_t* inner, int64_t outer_core, int64_t inner_core) {
-    for (int64_t number = bounds(k)[t]; number < bounds(k)[t + 1]; ++number)
-      if (!is_within(outer[number], bounds(3 + outer_core) + t) || !is_within(inner[number], bounds(3 + inner_core) + t)) return false;
+  // Products ascend by the slices of core `high`, then by those of core `low`, as the ids that they are digits of do.
+  const auto check_products = [&](int64_t t, int64_t k, const int32_t* high_of, const int32_t* low_of, int64_t high, int64_t low) {
+    const auto product = [&](int64_t number) { return std::pair(high_of[number], low_of[number]); };
+    for (int64_t number = bounds(k)[t]; number < bounds(k)[t + 1]; ++number) {
+      if (!is_within(high_of[number], bounds(3 + high) + t) || !is_within(low_of[number], bounds(3 + low) + t)) return false;
+      if (number > bounds(k)[t] && product(number - 1) >= product(number)) return false;
+    }
     return true;
   };
   constexpr int64_t kParts = 8;  // of a table
@@ -257,7 +261,7 @@ bool is_plan(const Plan& plan, int64_t order, int64_t T, int64_t L) {
     const int64_t t = task / kParts, part = task % kParts, begin = bounds(0)[t], rows = bounds(0)[t + 1] - begin;
     bool is_right = check(t, begin + rows * part / kParts, begin + rows * (part + 1) / kParts);
     if (part == 0 && order >= 3) is_right = is_right && check_products(t, 1, plan.left_outer, plan.left_inner, 0, 1);
-    if (part == 0 && order == 4) is_right = is_right && check_products(t, 2, plan.right_outer, plan.right_inner, 3, 2);
+    if (part == 0 && order == 4) is_right = is_right && check_products(t, 2, plan.right_inner, plan.right_outer, 2, 3);
     if (!is_right) fits.store(false, std::memory_order_relaxed);
   });
   return fits.load();

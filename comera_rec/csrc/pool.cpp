@@ -11,7 +11,7 @@ void pool_bags(const Batch& batch, float* out) {
   const HotTables hot(batch, tables);
   const ScratchMemory scratch(tables, pairs, kernels);
   const Buffer<float> right_products = make_right_products(pairs, tables, kernels, scratch);
-  const LookupBags lookup_bags(batch);
+  const LookupBags lookup_bags(batch, true);
   const Lookups lookups = lookup_bags.lookups(batch.plan);
   const int64_t width = batch.num_cols;
   const bool streams = width % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;

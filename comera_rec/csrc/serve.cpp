@@ -47,7 +47,8 @@ ServedFeature feature_at(const Tensor& storage, const int64_t* record, const int
   feature.formed = rows_at(storage, record[4], type, record[3], columns);
   require(record[5] >= 0 && record[5] <= kMostCores, "layout names ", record[5], " cores: tables have at most ", kMostCores);
   feature.order = int(record[5]);
-  double rows = feature.order > 0 ? 1 : 0;  // may exceed the range of integers
+  constexpr int64_t kMostRows = int64_t{1} << 62;
+  int64_t rows = feature.order > 0 ? 1 : 0;  // at most kMostRows
   int64_t left = 1, product = 1;
   for (int k = 0; k < feature.order; ++k) {
     const int64_t* core = record + 6 + 5 * k;  // slices, left rank, right rank, columns, offset
@@ -56,12 +57,12 @@ ServedFeature feature_at(const Tensor& storage, const int64_t* record, const int
             core[1], " x ", n, " x ", right, ": export the model again");
     require(count >= 1 && count <= int64_t{0xffffffff}, "layout names ", count, " slices: export the model again");
     feature.cores[k] = {rows_at(storage, core[4], type, count, left * right * n), int(left), int(right), int(n)};
-    rows *= double(count);
+    rows = rows > kMostRows / count ? kMostRows : rows * count;
     product *= n;
     left = right;
   }
   require(feature.order == 0 || (left == 1 && product >= columns), "layout names cores of ", product, " columns for ", columns);
-  require(feature.rows >= 0 && double(feature.rows) <= std::max(rows, double(feature.formed.count)), "layout names ", feature.rows,
+  require(feature.rows >= 0 && feature.rows <= std::max(rows, feature.formed.count), "layout names ", feature.rows,
           " rows, but what it holds makes fewer: export the model again");
   int64_t first = 0;
   for (int64_t s = 0; s < num_slabs; ++s, slabs += kSlabNumbers) {  // feature, type, rows, width, offset of rows, of columns

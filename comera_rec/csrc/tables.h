@@ -181,21 +181,23 @@ class ScratchMemory {
   Buffer<float> memory_;
 };
 
-// The bag of each lookup in the output and the factor of its row, both by sorted lookup.
+// The bag of each lookup in the output and the factor of its row, both by sorted lookup; if `of_rows`, only where every bag is a row.
 class LookupBags {
  public:
-  explicit LookupBags(const Batch& batch) : bag_of_(batch.num_lookups) {
+  LookupBags(const Batch& batch, bool of_rows) : bag_of_(batch.num_lookups) {
     const int64_t L = batch.num_lookups, bags = batch.bags, samples = batch.samples(), num_slots = batch.num_slots;
     const int32_t* slots = batch.slots.data();
     const int32_t* order = batch.plan.order;
-    has_one_id_each_ = bags == L;
-    for (int64_t bag = 0; bag <= bags && has_one_id_each_; ++bag) has_one_id_each_ = batch.offsets[bag] == bag;
+    bool has_one_id_each = bags == L;
+    for (int64_t bag = 0; bag <= bags && has_one_id_each; ++bag) has_one_id_each = batch.offsets[bag] == bag;
+    are_rows_ = has_one_id_each && batch.weights == nullptr;
+    if (of_rows && !are_rows_) return;
     const int64_t tasks = (L + kTaskWork * 4 - 1) / (kTaskWork * 4);
     const auto in_tasks = [&](int64_t count, const auto& run) {
       run_tasks(tasks, [&](int64_t task, int64_t) { run(count * task / tasks, count * (task + 1) / tasks); });
     };
     const bool all_in_bags = batch.offsets[bags] == L;
-    if (has_one_id_each_ && batch.weights == nullptr) {
+    if (are_rows_) {
       in_tasks(L, [&](int64_t first, int64_t beyond) {
         for (int64_t t = first; t < beyond; ++t) {
           const uint32_t bag = uint32_t(order[t]), feature = bag / uint32_t(samples);
@@ -230,7 +232,7 @@ class LookupBags {
   }
 
   // Whether every bag is the row of one lookup.
-  bool are_rows() const { return has_one_id_each_ && !scales_; }
+  bool are_rows() const { return are_rows_; }
 
   Lookups lookups(const Plan& plan) const {
     return {plan.p, plan.q, plan.starts, plan.order, bag_of_.get(), scales_ ? scales_->get() : nullptr};
@@ -239,7 +241,7 @@ class LookupBags {
  private:
   Buffer<int32_t> bag_of_;
   std::optional<Buffer<float>> scales_;
-  bool has_one_id_each_ = false;
+  bool are_rows_ = false;
 };
 
 // Forms the products of all tables' right halves that are pairs.

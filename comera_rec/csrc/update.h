@@ -25,12 +25,8 @@ COMERA_INLINE void update_floats(
         x[i] -= lr * g[i] / (__builtin_sqrtf(m[i]) + eps);
       }
       break;
-    case Update::Kind::row_wise_adagrad: {  // one sum a slice, of the mean square
-      *m += dot(g, g, n) / float(n);
-      const float step = lr / (__builtin_sqrtf(*m) + eps);
-      for (int64_t i = 0; i < n; ++i) x[i] -= step * g[i];
-      break;
-    }
+    case Update::Kind::row_wise_adagrad:
+      break;  // `update_slice` makes a step of SGD of it
     case Update::Kind::adam:  // Kingma and Ba, ICLR 2015
     case Update::Kind::adamw: {  // Loshchilov and Hutter, ICLR 2019
       const float b1 = update.beta1, b2 = update.beta2, step = lr / update.correction1;
@@ -47,53 +43,45 @@ COMERA_INLINE void update_floats(
 
 void update_slice(const Core& core, const Update& update, int64_t slice, float* gradient) {
   const int64_t at = slice * core.size, n = core.size;
-  const bool is_row_wise = update.kind == Update::Kind::row_wise_adagrad;
-  if (core.number == Number::float32) {
-    float* first = static_cast<float*>(update.first);
-    float* second = static_cast<float*>(update.second);
-    if (n < kWidth && !is_row_wise) {  // one vector, whose other lanes are not stored
-      float* const all[] = {static_cast<float*>(core.data) + at, gradient, first ? first + at : nullptr, second ? second + at : nullptr};
-      float padded[4][kWidth];
-      for (int i = 0; i < 4; ++i)
-        if (all[i] != nullptr) store<kWidth>(padded[i], load_part(all[i], n));
-      update_floats(update, kWidth, padded[0], padded[1], padded[2], padded[3]);
-      for (int i = 0; i < 4; ++i)
-        if (all[i] != nullptr) store_part(all[i], load<kWidth>(padded[i]), n);
-      return;
-    }
-    update_floats(
-        update, n, static_cast<float*>(core.data) + at, gradient, first ? first + (is_row_wise ? slice : at) : nullptr,
-        second ? second + at : nullptr);
-    return;
-  }
   constexpr int64_t kBlock = 256;
-  float x[kBlock], m[kBlock], v[kBlock], step = 0;
-  if (is_row_wise) {  // one sum for all blocks
+  float x[kBlock], m[kBlock], v[kBlock];
+  const auto data_at = [&](int64_t i) { return offset(core.data, core.number, at + i); };
+  const auto count_at = [&](int64_t i) { return i + kBlock < n ? kBlock : n - i; };
+  if (update.kind == Update::Kind::row_wise_adagrad) {  // one sum a slice, of the mean square, and then a step of SGD
     for (int64_t i = 0; i < n && update.weight_decay != 0; i += kBlock) {
-      const int64_t count = i + kBlock < n ? kBlock : n - i;
-      widen(offset(core.data, core.number, at + i), core.number, count, x);
-      add_scaled(gradient + i, x, update.weight_decay, count);
+      widen(data_at(i), core.number, count_at(i), x);
+      add_scaled(gradient + i, x, update.weight_decay, count_at(i));
     }
     float* sum = static_cast<float*>(update.first) + slice;
     *sum += dot(gradient, gradient, n) / float(n);
-    step = update.lr / (__builtin_sqrtf(*sum) + update.eps);
+    Update step;
+    step.lr = update.lr / (__builtin_sqrtf(*sum) + update.eps);
+    step.seed = update.seed;
+    return update_slice(core, step, slice, gradient);
+  }
+  if (core.number == Number::float32) {
+    float* const all[] = {static_cast<float*>(core.data), gradient, static_cast<float*>(update.first), static_cast<float*>(update.second)};
+    const auto part = [&](int i) { return all[i] == nullptr || i == 1 ? all[i] : all[i] + at; };
+    if (n >= kWidth) return update_floats(update, n, part(0), part(1), part(2), part(3));
+    float padded[4][kWidth];  // one vector, whose other lanes are not stored
+    for (int i = 0; i < 4; ++i)
+      if (all[i] != nullptr) store<kWidth>(padded[i], load_part(part(i), n));
+    update_floats(update, kWidth, padded[0], padded[1], padded[2], padded[3]);
+    for (int i = 0; i < 4; ++i)
+      if (all[i] != nullptr) store_part(part(i), load<kWidth>(padded[i]), n);
+    return;
   }
   for (int64_t i = 0; i < n; i += kBlock) {
-    const int64_t count = i + kBlock < n ? kBlock : n - i;
-    void* data = offset(core.data, core.number, at + i);
-    widen(data, core.number, count, x);
-    if (is_row_wise) {
-      for (int64_t k = 0; k < count; ++k) x[k] -= step * gradient[i + k];
-    } else {
-      void* first = update.first ? offset(update.first, core.number, at + i) : nullptr;
-      void* second = update.second ? offset(update.second, core.number, at + i) : nullptr;
-      if (first) widen(first, core.number, count, m);
-      if (second) widen(second, core.number, count, v);
-      update_floats(update, count, x, gradient + i, m, v);
-      if (first) narrow_at_random(m, core.number, count, first, stream_of(update.seed, 1), at + i);
-      if (second) narrow_at_random(v, core.number, count, second, stream_of(update.seed, 2), at + i);
-    }
-    narrow_at_random(x, core.number, count, data, stream_of(update.seed, 0), at + i);
+    const int64_t count = count_at(i);
+    widen(data_at(i), core.number, count, x);
+    void* first = update.first ? offset(update.first, core.number, at + i) : nullptr;
+    void* second = update.second ? offset(update.second, core.number, at + i) : nullptr;
+    if (first) widen(first, core.number, count, m);
+    if (second) widen(second, core.number, count, v);
+    update_floats(update, count, x, gradient + i, m, v);
+    if (first) narrow_at_random(m, core.number, count, first, stream_of(update.seed, 1), at + i);
+    if (second) narrow_at_random(v, core.number, count, second, stream_of(update.seed, 2), at + i);
+    narrow_at_random(x, core.number, count, data_at(i), stream_of(update.seed, 0), at + i);
   }
 }
 

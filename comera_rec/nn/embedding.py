@@ -105,7 +105,7 @@ class TTEmbedding(TTTable):
 
     def to_dense(self) -> nn.Embedding:
         """Return a `torch.nn.Embedding` with the same rows, frozen if this table is."""
-        rows = self.dense_matrix().detach().contiguous()
+        rows = self.dense_matrix().detach().clone(memory_format=torch.contiguous_format)  # one core is its own matrix
         if self.padding_idx is not None:
             rows[self.padding_idx] = 0
         return nn.Embedding.from_pretrained(rows, freeze=not self.core_0.requires_grad, padding_idx=self.padding_idx)

@@ -132,6 +132,6 @@ class TTEmbeddingBag(TTTable):
             self.embedding_dim,
             mode=self.mode,
             include_last_offset=self.include_last_offset,
-            _weight=self.dense_matrix().detach().contiguous(),
+            _weight=self.dense_matrix().detach().clone(memory_format=torch.contiguous_format),  # one core is its own matrix
         )
         return bag.requires_grad_(self.core_0.requires_grad)

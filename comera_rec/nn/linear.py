@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import tt_linear
+from comera_rec.ops.autocast import is_autocast_on
 from comera_rec.tt import Contraction, TTShape, best_contractions, contraction_for, require_positive
 from comera_rec.tt.contraction import Contractions
 from data_pipeline.errors import UserError
@@ -121,7 +122,7 @@ class TTLinear(TTModule):
         if input.shape[-1] != self.in_features:
             raise UserError(f"input has {input.shape[-1]} features and the layer takes {self.in_features}: give [..., in_features]")
         cores = self.cores()
-        if input.dtype != cores[0].dtype and not (input.is_floating_point() and torch.is_autocast_enabled(input.device.type)):
+        if input.dtype != cores[0].dtype and not (input.is_floating_point() and is_autocast_on(input.device)):
             raise UserError(f"input is {input.dtype} and the layer {cores[0].dtype}: give one type, or floats under torch.autocast")
         contraction = self.contraction(math.prod(input.shape[:-1]))
         return tt_linear(input, cores, self.rank_parameters(), self.out_features, self.bias, contraction)

@@ -160,7 +160,7 @@ class TTModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
+        parameters = {name: tensor for name, tensor in (*self._parameters.items(), *self._buffers.items()) if tensor is not None}
         stored = {name: state_dict[prefix + name] for name in parameters if isinstance(state_dict.get(prefix + name), Tensor)}
         vectors = {name: value[:, None] for name, value in stored.items() if value.dim() == 1 and name.startswith("rank_")}
         if vectors:  # as up to version 0.2

@@ -14,7 +14,7 @@ from comera_rec.nn.hot_rows import HotRows, require_blocks
 from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, plan_lookup
 from comera_rec.ops.bags import Table, require_bags_impl, resolve_bags_impl
-from comera_rec.ops.bags.updates import register_update, unregister_update
+from comera_rec.ops.bags.updates import can_update, register_update, unregister_update
 from comera_rec.tt import TTShape, require_positive, slice_major
 from data_pipeline.errors import UserError
 
@@ -91,10 +91,14 @@ class TTTable(TTModule):
         return self._buffers["row_order"]  # faster than an attribute, of which a batch looks up many
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        stored = state_dict.get(f"{prefix}row_order")
-        if stored is not None and self.row_order is None and stored.shape == (self.num_embeddings,):
+        stored, errors = state_dict.get(f"{prefix}row_order"), others[-1]
+        is_new = stored is not None and self.row_order is None and stored.shape == (self.num_embeddings,)
+        if is_new:
             self.row_order = torch.empty_like(stored, device=self.core_0.device)
+        count = len(errors)
         super()._load_from_state_dict(state_dict, prefix, *others)
+        if is_new and len(errors) > count:
+            self.row_order = None
 
     def reset_parameters(self) -> None:
         """Redraw the cores with `std`, and set hot rows to zero."""
@@ -196,6 +200,10 @@ class TTTable(TTModule):
         """
         return plan_tables([[ids]], [self], [[self.name]], impl=self.impl)
 
+    def can_update_slices(self) -> bool:
+        """Whether lookups can update cores slice by slice: not in float64, and not those of the implementation "reference"."""
+        return resolve_bags_impl(self.impl, self.core_0.device, self.core_0.dtype, self.shape.order) != "reference"
+
     @property
     def num_embeddings(self) -> int:
         """Rows M of the table."""
@@ -217,15 +225,16 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
     Settings such as the learning rate are read in every step and the state stays in the optimizer, so schedulers, checkpoints and
     `truncate_ranks_` work as before.
 
-    Cores have no `grad` afterwards: gradients can't be clipped, accumulated over batches or scaled (`GradScaler`), and the loss
-    can't include a penalty on cores. A table that is looked up twice in a step is updated twice. Before another optimizer takes
-    over the cores, call this again with it, or with None.
+    Cores have no `grad` afterwards: gradients can't be clipped, accumulated over batches or scaled (`GradScaler`). If a core gets
+    one from another use, such as a penalty or an output layer that is tied to the table, the lookup's backward raises. A table that
+    is looked up twice in a step is updated twice, by the gradients at the cores that each backward finds. Before another optimizer
+    takes over the cores, call this again with it, or with None.
 
     Cores of bfloat16 or float16, and their optimizer state, are rounded stochastically: steps too small to change the rounded
     number still add up, as they do in float32.
 
     Args:
-        model: any module. Tables in float64, or replicated by data parallelism, keep their gradients.
+        model: any module. Tables in float64, of order 1, or replicated by data parallelism, keep their gradients.
         optimizer: the optimizer of the cores; SGD without momentum, Adagrad, Adam or AdamW (without amsgrad). With None, cores have
             gradients again.
 
@@ -242,7 +251,9 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
             if optimizer is None:
                 for core in cores:
                     unregister_update(core)
-            elif sum(register_update(core, optimizer) for core in cores) == len(cores):
+            elif table.can_update_slices() and all(can_update(core, optimizer) for core in cores):
+                for core in cores:
+                    register_update(core, optimizer)
                 updated.append(name)
     if not updated and optimizer is not None:
         raise UserError(

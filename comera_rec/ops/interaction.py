@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera_rec.ops.autocast import is_autocast_on
 from comera_rec.ops.native import ops
 
 
@@ -25,9 +26,11 @@ def interact(dense: Tensor, rows: Tensor, pairs: Tensor) -> Tensor:
     Returns:
         [B, N + P]: the dense features, then the products; these are computed in autocast's type where it is on.
     """
-    is_float32 = dense.dtype == rows.dtype == torch.float32 and not torch.is_autocast_enabled(dense.device.type)
-    if dense.device.type == "cpu" and is_float32 and rows.numel() and not torch.compiler.is_compiling():
-        interaction: Tensor = _Interaction.apply(dense, rows, pairs)
+    is_float32 = dense.dtype == rows.dtype == torch.float32 and not is_autocast_on(dense.device)
+    is_transformed = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+    if dense.device.type == "cpu" and is_float32 and rows.numel() and not is_transformed:
+        rows = rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
+        interaction: Tensor = _Interaction.apply(dense.contiguous(), rows, pairs)
         return interaction
     features = torch.cat([dense.unsqueeze(1), rows], dim=1)
     return torch.cat([dense, pairwise_products(features, pairs)], dim=1)
@@ -42,7 +45,7 @@ def interact_features(features: Tensor) -> Tensor:
 def pairwise_products(features: Tensor, pairs: Tensor) -> Tensor:
     """Dot products of features [B, F, N] by pairs [2, P] -> [B, P], of autocast's type where it is on."""
     device = features.device
-    if torch.is_autocast_enabled(device.type):
+    if is_autocast_on(device):
         features = features.to(torch.get_autocast_dtype(device.type))
     products: Tensor = _PairwiseProducts.apply(features, pairs.to(device))
     return products
@@ -53,7 +56,6 @@ class _Interaction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dense: Tensor, rows: Tensor, pairs: Tensor) -> Tensor:
-        dense, rows = dense.contiguous(), rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
         ctx.save_for_backward(dense, rows, pairs)
         out: Tensor = ops.interact(dense, rows)
         return out
@@ -72,10 +74,13 @@ class _PairwiseProducts(torch.autograd.Function):
     """Half of autograd's work in backward: products are symmetric, so one matrix holds both sides' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, pairs: Tensor) -> Tensor:
-        ctx.save_for_backward(features, pairs)
+    def forward(features: Tensor, pairs: Tensor) -> Tensor:
         first, second = pairs.unbind()
         return torch.bmm(features, features.mT).flatten(1).index_select(1, first * features.shape[1] + second)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -18,6 +18,7 @@ from torchrec.modules.crossnet import LowRankCrossNet
 
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.ops import interact
+from comera_rec.ops.autocast import is_autocast_on
 
 
 class StackedFeatures(SparseArch):
@@ -71,8 +72,7 @@ class CrossNetwork(LowRankCrossNet):
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             crossed: Tensor = super().forward(input)
             return crossed
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        dtype = torch.get_autocast_dtype(input.device.type) if is_autocast_on(input.device) else input.dtype
         crossed = _Crossing.apply(input, dtype, *self.V_kernels, *self.W_kernels, *self.bias)
         return crossed
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from comera_rec.ops.bags import cpu, gpu, reference
 from comera_rec.ops.bags.cpu import Slots, write_slots
 from comera_rec.ops.bags.table import HotBlock, Table
+from comera_rec.ops.bags.updates import refuse_row_wise
 from comera_rec.ops.plan import LookupPlan, PairPlan
 from data_pipeline.errors import UserError
 
@@ -97,6 +98,8 @@ def tt_bags(
         if isinstance(plan, PairPlan):
             raise UserError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
         if impl == "reference":
+            if update_in_backward:
+                refuse_row_wise(unpacked, "impl 'reference' (float64, order 1) forms gradients of whole cores; use Adagrad")
             return reference.pool(unpacked, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
     pool: Any = gpu.pool if impl == "triton" else cpu.pool
     options: dict[str, Any] = {"num_cols": num_cols, "update": update_in_backward}

@@ -65,8 +65,8 @@ def pool(
         bags: Tensor = ops.pool(cores, diagonals, list(plan), offsets, weights, *settings)
         return bags
     handle = None
-    if updates is not None:
-        cores, diagonals = updates.cores, diagonals if updates.diagonals is None else updates.diagonals
+    if updates is not None:  # what is updated gets no gradient
+        cores, diagonals = [], diagonals if updates.diagonals is None else []
         # Needs a gradient, so that autograd calls a backward whose other inputs need none.
         handle = torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
     into = None if slots is None else slots.bags
@@ -120,9 +120,10 @@ class _Pool(torch.autograd.Function):
         num_diagonals: int,
         *tensors: Tensor,
     ) -> Tensor:
-        arguments = (*_split(tensors, num_cores, num_diagonals), offsets, weights, *settings)
-        if updates is not None:  # cores that are updated can't be saved
-            tensors, num_cores = tensors[num_cores:], 0
+        cores, diagonals, plan = _split(tensors, num_cores, num_diagonals)
+        if updates is not None:
+            cores, diagonals = updates.cores, updates.diagonals or diagonals
+        arguments = (cores, diagonals, plan, offsets, weights, *settings)
         ctx.settings, ctx.updates, ctx.counts = settings, updates, (num_cores, num_diagonals)
         ctx.save_for_backward(offsets, weights, *tensors)
         if into is None:
@@ -141,11 +142,12 @@ class _Pool(torch.autograd.Function):
         else:
             offsets, weights, *tensors = ctx.saved_tensors
             _, diagonals, plan = _split(tensors, *ctx.counts)
+            parameters = updates.cores, updates.diagonals or diagonals
             diagonal_gradients, weight_gradients = ops.pool_backward_update(
-                grad.float().contiguous(), updates.cores, diagonals, plan, offsets, weights, *ctx.settings, *updates.begin_step()
+                grad.float().contiguous(), *parameters, plan, offsets, weights, *ctx.settings, *updates.begin_step()
             )
-            gradients = [None] * len(updates.cores)
-            gradients += [None] * len(diagonals) if updates.diagonals is not None else _like(diagonals, diagonal_gradients)
+            updates.end_step()
+            gradients = _like(diagonals, diagonal_gradients)
             weight_gradients = None if weights is None else weight_gradients
         return (
             None,

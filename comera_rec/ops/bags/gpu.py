@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera_rec.ops.autocast import without_autocast
 from comera_rec.ops.bags import reference
 from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls
 from comera_rec.ops.bags.table import Table
-from comera_rec.ops.bags.updates import ROW_WISE, Updates, find_updates, update_kinds
+from comera_rec.ops.bags.updates import ROW_WISE, Updates, find_updates, refuse_row_wise
 from comera_rec.ops.plan import LookupPlan
 from comera_rec.ops.plan.pairs import PairPlan, pair_up, plan_hot_rows
 from comera_rec.tt import slice_major_together
@@ -41,9 +42,10 @@ def pool(
         diagonals = [diagonal for table in tables for diagonal in table.diagonals]
         bags = pool_pairs(lefts, rights, diagonals, plan, *how, update=update)
     else:
-        if update and torch.is_grad_enabled() and ROW_WISE in update_kinds([core for table in tables for core in table.cores]):
-            raise UserError("RowWiseAdagrad in backward on a GPU needs tables of order 2: use Adagrad, or order=2")
-        left, right = reference.make_halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
+        if update:
+            refuse_row_wise(tables, "on a GPU it needs tables of order 2: use Adagrad, or order=2")
+        with without_autocast(offsets.device):
+            left, right = reference.make_halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
         p, q = plan.rows.long()[:, plan.inverse.long()]
         pairs = pair_up(p, q, (left.shape[0], right.shape[0]))
         bags = pool_pairs([left[None]], [right.transpose(0, 1)[..., None]], [], pairs, *how)
@@ -102,7 +104,7 @@ def pool_pairs(
         updates = find_updates(cores, diagonals)
     if updates is not None and updates.gpu_rules() is not None:
         handle = torch.empty(0, dtype=torch.float32, device=cores[0].device, requires_grad=True)
-        diagonals = [each.contiguous() for each in diagonals] if updates.diagonals is None else updates.diagonals
+        diagonals = [each.contiguous() for each in diagonals] if updates.diagonals is None else []
         tensors = (plan.pairs, plan.slices, plan.order, offsets, weights, *diagonals)
         bags: Tensor = _UpdatingPool.apply((settings, plan.counts), updates, handle, *tensors)
     else:
@@ -200,7 +202,7 @@ class _UpdatingPool(torch.autograd.Function):
         weights: Tensor | None, *diagonals: Tensor,
     ) -> Tensor:  # fmt: skip
         (pooling, counts), plan = settings, (pairs, slices, order)
-        out, targets = pool_into_bags(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
+        out, targets = pool_into_bags(updates.cores, updates.diagonals or diagonals, plan, counts, offsets, weights, *pooling)
         ctx.settings, ctx.updates = settings, updates
         ctx.save_for_backward(*plan, offsets, weights, targets, *diagonals)
         return out
@@ -209,7 +211,8 @@ class _UpdatingPool(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *plan, offsets, weights, targets = ctx.saved_tensors[:6]
-        diagonals, updates, (pooling, counts) = list(ctx.saved_tensors[6:]), ctx.updates, ctx.settings
+        saved, updates, (pooling, counts) = list(ctx.saved_tensors[6:]), ctx.updates, ctx.settings
+        diagonals = updates.diagonals or saved
         call = KernelCalls(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
         grad = grad.contiguous()
         rules = updates.gpu_rules()
@@ -217,9 +220,9 @@ class _UpdatingPool(torch.autograd.Function):
             raise UserError("the settings of the optimizers in backward have changed since forward: change them between steps")
         kind, states = updates.begin_gpu_step()
         weight_gradients: Tensor | None = None
-        diagonal_gradients: list[Tensor | None] = [None] * len(diagonals)
+        diagonal_gradients: list[Tensor] = []
         if not (grad.numel() and call.num_ids):
-            return *(None,) * 7, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, diagonals)
+            return *(None,) * 7, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, saved)
         sums = call.sum_slices(grad, targets)
         if weights is not None and ctx.needs_input_grad[7]:
             weight_gradients = call.gradients_of_weights(grad, targets)
@@ -230,6 +233,7 @@ class _UpdatingPool(torch.autograd.Function):
         elif diagonals:
             flat = grad.new_zeros(sum(map(len, diagonals)), dtype=diagonals[0].dtype)
             diagonals_end = Ending("gradient", flat.split([len(each) for each in diagonals]))
-            diagonal_gradients = [*_like(diagonals, flat)]
+            diagonal_gradients = _like(diagonals, flat)
         call.finish(sums, Ending(kind, states[:num_cores] or updates.cores, rules[0]), diagonals_end)
+        updates.end_step()
         return *(None,) * 7, weight_gradients, *diagonal_gradients

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera_rec.ops.autocast import without_autocast
 from comera_rec.ops.bags.table import Table
 from comera_rec.ops.plan import LookupPlan
 
@@ -26,14 +27,11 @@ def pool(
     num_cols: int,
 ) -> Tensor:
     """Pool rows to [B, F * num_cols]; arguments as for `tt_bags`."""
-    device = offsets.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # it leaves lookups alone
-        with torch.autocast(device, enabled=False):
-            return pool(tables, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
-    rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan)[:, :num_cols]
-    if any(table.hot for table in tables):
-        rows = rows + hot_rows(tables, plan, num_cols)[: rows.shape[0]]
-    return pool_rows(rows, plan.inverse, offsets, weights, mode=mode, features=features)
+    with without_autocast(offsets.device):
+        rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan)[:, :num_cols]
+        if any(table.hot for table in tables):
+            rows = rows + hot_rows(tables, plan, num_cols)[: rows.shape[0]]
+        return pool_rows(rows, plan.inverse, offsets, weights, mode=mode, features=features)
 
 
 def make_rows(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan) -> Tensor:

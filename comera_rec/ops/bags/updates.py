@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from comera_rec.ops.bags.table import Table
 from data_pipeline.errors import UserError
 
 
@@ -68,11 +69,25 @@ def unregister_update(core: nn.Parameter) -> None:
 
 def register_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
     """Let an optimizer update a core in the backward of its lookups; return whether it has the core and is of a known kind."""
+    number = _group_of(core, optimizer)
+    if number is None:
+        return False
+    setattr(core, _UPDATING, _Updating(optimizer, number))
+    core.grad = None  # `zero_grad` may keep it, and the optimizer would step by zeros
+    return True
+
+
+def can_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has a core and is of a known kind."""
+    return _group_of(core, optimizer) is not None
+
+
+def _group_of(core: nn.Parameter, optimizer: Optimizer) -> int | None:
+    """Return the number of the core's group in an optimizer, if that group can be applied slice by slice."""
     for number, group in enumerate(optimizer.param_groups):
-        if any(parameter is core for parameter in group["params"]) and kind_of(optimizer, number) is not None:
-            setattr(core, _UPDATING, _Updating(optimizer, number))
-            return True
-    return False
+        if any(parameter is core for parameter in group["params"]):
+            return number if kind_of(optimizer, number) is not None else None
+    return None
 
 
 class Updates:
@@ -118,14 +133,23 @@ class Updates:
         _, states = self._count_and_states()
         return self._kind.name, states[0] if states else []
 
+    def end_step(self) -> None:
+        """Tell autograd that parameters have changed: where it saved them for other uses, their backward is an error."""
+        torch.autograd.graph.increment_version((*self.cores, *(self.diagonals or ())))
+
     def _count_and_states(self) -> tuple[Tensor | None, list[list[Tensor]]]:
         """Count a step; return the counts, if the kind has states, and the states by name, each of cores and then of diagonals."""
+        if any(parameter.grad is not None for parameter in self._parameters):
+            raise UserError(
+                "a core that is updated in backward has a gradient, from another use of it, so its optimizer would take two steps: "
+                "let this table's cores get gradients, by update_in_backward_(table, None)"
+            )
         by_parameter = [
             optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
         ]
-        counts = _count(by_parameter) if self._kind.states else None
         entries = list(zip(self._parameters, by_parameter, self._groups, strict=True))
-        return counts, [[_state(self._kind, *entry, name) for entry in entries] for name in self._kind.states]
+        states = [[_state(self._kind, *entry, name) for entry in entries] for name in self._kind.states]
+        return _count(by_parameter) if self._kind.states else None, states
 
     def gpu_rules(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Return the rules of cores and of diagonals, which GPU kernels apply; None if they can't.
@@ -218,7 +242,11 @@ def _count(states: Sequence[dict[str, Any]]) -> Tensor:
     """Count a step of each parameter; return the counts, [parameters]. States hold views of them, so one addition is enough."""
     counts: list[Tensor | None] = [state.get("step") for state in states]
     base = None if counts[0] is None else counts[0]._base
-    if base is None or len(base) != len(counts) or any(count is None or count._base is not base for count in counts):
+    if (
+        base is None
+        or len(base) != len(counts)
+        or any(count is None or count._base is not base or count.storage_offset() != k for k, count in enumerate(counts))
+    ):
         zero = torch.zeros((), dtype=torch.float32, device="cpu")
         base = torch.stack([zero if count is None else count.float() for count in counts])
         for k, state in enumerate(states):
@@ -252,11 +280,13 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
         diagonals: the rank parameters between them.
 
     Raises:
-        ValueError: if only some of the cores have row-wise Adagrad in backward, which works only slice by slice.
+        ValueError: if only some of the cores have row-wise Adagrad in backward, which works only slice by slice, or if a table is
+            given twice.
     """
     core_optimizers = _optimizers_of(cores)
     kinds = {optimizer and kind_of(*optimizer) for optimizer in set(core_optimizers)}
-    if len(kinds) == 1 and (kind := kinds.pop()) is not None:
+    kind = next(iter(kinds))
+    if len(kinds) == 1 and kind is not None and len(set(map(id, cores))) == len(cores):
         diagonal_optimizers = _optimizers_of(diagonals)
         if any(optimizer is None or kind_of(*optimizer) is not kind for optimizer in set(diagonal_optimizers)) or not all(
             diagonal.is_contiguous() for diagonal in diagonals
@@ -266,9 +296,16 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
         return Updates(cores, diagonals if diagonal_optimizers else None, optimizers, kind)
     if ROW_WISE in kinds:
         raise UserError(
-            "RowWiseAdagrad in backward must be given to all cores of the tables that are looked up together, or to none"
+            "RowWiseAdagrad in backward must be given to all cores of the tables that are looked up together, or to none, and each "
+            "table looked up once"
         )
     return None
+
+
+def refuse_row_wise(tables: Sequence[Table], reason: str) -> None:
+    """Raise ValueError if row-wise Adagrad updates cores in backward, for lookups that form gradients of whole cores instead."""
+    if torch.is_grad_enabled() and ROW_WISE in update_kinds([core for table in tables for core in table.cores]):
+        raise UserError(f"RowWiseAdagrad in backward works slice by slice: {reason}")
 
 
 def update_kinds(cores: Sequence[Tensor]) -> list[Kind | None]:

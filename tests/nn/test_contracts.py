@@ -1,0 +1,173 @@
+"""What lookups promise beside their values: to autograd, to optimizers, to state dicts and to torch.func."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from comera_rec import TTEmbeddingBag, TTShape
+from comera_rec.nn import TiedProjection, TTEmbedding, update_in_backward_
+from comera_rec.ops import interact, plan_lookup, tt_bags
+
+SHAPE = TTShape((7, 9), (4, 4), (5,))
+IDS = torch.arange(8)[:, None]
+
+
+def table(**options: Any) -> TTEmbeddingBag:
+    torch.manual_seed(0)
+    return TTEmbeddingBag(63, 16, shape=SHAPE, **options)
+
+
+def test_a_core_with_a_gradient_from_elsewhere_is_not_stepped_twice() -> None:
+    embedding = TTEmbedding(1000, 16, tt_ranks=4)
+    head = TiedProjection(embedding)
+    optimizer = torch.optim.Adagrad([*embedding.parameters(), head.bias], lr=0.1)
+    update_in_backward_(nn.ModuleList([embedding, head]), optimizer)
+    with pytest.raises(ValueError, match="a core that is updated in backward has a gradient"):
+        head(embedding(torch.arange(8))).square().mean().backward()
+
+
+@pytest.mark.parametrize("old", ["a gradient", "zeros"])
+def test_gradients_from_before_the_registration_are_dropped(old: str) -> None:
+    bag = table()
+    optimizer = torch.optim.Adam(bag.parameters())
+    bag(IDS).sum().backward()
+    optimizer.step()
+    if old == "zeros":
+        optimizer.zero_grad(set_to_none=False)
+    update_in_backward_(bag, optimizer)
+    bag(IDS).sum().backward()
+    optimizer.step()
+    assert optimizer.state[bag.core_0]["step"] == 2
+
+
+def test_autograd_sees_that_cores_were_updated() -> None:
+    bag = table()
+    update_in_backward_(bag, torch.optim.SGD(bag.parameters(), lr=1.0))
+    weight = torch.ones_like(bag.core_0).requires_grad_()
+    loss = bag(IDS).sum() + (bag.core_0.detach() * weight).sum()
+    bag(IDS).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_two_lookups_of_a_table_update_it_twice(kind: type[torch.optim.Optimizer]) -> None:
+    bag = table()
+    update_in_backward_(bag, kind(bag.parameters(), lr=0.1))
+    before = bag.core_0.detach().clone()
+    (bag(IDS).sum() + bag(IDS).sum()).backward()
+    assert not torch.equal(before, bag.core_0)
+
+
+def test_a_table_that_is_given_twice_to_one_lookup_gets_gradients() -> None:
+    bag, twin = table(), table()
+    optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+    update_in_backward_(bag, optimizer)
+    ids = torch.randint(63, (2000,))
+    plan = plan_lookup([ids, ids.flip(0)], [SHAPE.row_shape] * 2)
+    for each in (bag, twin):
+        tables = [each.forward_parameters()] * 2
+        tt_bags(tables, plan, torch.arange(4001), num_cols=16, features=2).square().mean().backward()
+    optimizer.step()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    torch.testing.assert_close(dict(bag.named_parameters()), dict(twin.named_parameters()))
+
+
+def test_a_refused_state_does_not_count_the_step() -> None:
+    bag = table()
+    optimizer = torch.optim.Adam(bag.parameters())
+    update_in_backward_(bag, optimizer)
+    bag(IDS).sum().backward()
+    bag.resize_ranks_([2])
+    bag.reset_parameters()
+    with pytest.raises(ValueError, match="load the optimizer's state dict of these TT ranks too"):
+        bag(IDS).sum().backward()
+    assert optimizer.state[bag.core_0]["step"] == 1
+
+
+def test_tables_in_another_order_keep_their_own_counts() -> None:
+    first, second = table(), table()
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()])
+    update_in_backward_(nn.ModuleList([first, second]), optimizer)
+    first(IDS).sum().backward()
+    for tables in ([first, second], [second, first]):
+        plan = plan_lookup([IDS, IDS], [SHAPE.row_shape] * 2)
+        tt_bags([each.forward_parameters() for each in tables], plan, torch.arange(17), num_cols=16, features=2).sum().backward()
+    assert [int(optimizer.state[each.core_0]["step"]) for each in (first, second)] == [3, 2]
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.float64}, {"impl": "reference"}])
+def test_row_wise_adagrad_is_refused_where_slices_cannot_be_updated(options: dict[str, Any]) -> None:
+    bag = table(**options)
+    with pytest.raises(ValueError, match="no TT table's cores are updated"):
+        update_in_backward_(bag, RowWiseAdagrad(bag.parameters(), lr=0.1))
+    apply_optimizer_in_backward(RowWiseAdagrad, bag.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match="RowWiseAdagrad in backward works slice by slice: impl 'reference'"):
+        bag(IDS)
+
+
+def test_tables_are_registered_as_a_whole_or_not_at_all() -> None:
+    bag = table(hot_rows=[(10, 2)])
+    with pytest.raises(ValueError, match="no TT table's cores are updated"):
+        update_in_backward_(bag, RowWiseAdagrad(list(bag.cores()), lr=0.1))
+    bag(IDS).sum().backward()
+    assert bag.core_0.grad is not None
+
+
+def test_row_orders_load_with_the_cores_or_not_at_all() -> None:
+    ordered, plain = table(row_order=torch.randperm(63)), table()
+    stored = ordered.state_dict()
+    del stored["core_1"]
+    with pytest.raises(RuntimeError, match="loads all of its tensors or none"):
+        plain.load_state_dict(stored, strict=False)
+    assert plain.row_order is None
+    before = {name: value.clone() for name, value in ordered.state_dict().items()}
+    with pytest.raises(RuntimeError, match="the state dict lacks row_order"):
+        ordered.load_state_dict(table().state_dict(), strict=False)
+    torch.testing.assert_close(dict(ordered.state_dict()), before)
+
+
+def test_dense_copies_of_one_core_own_their_memory() -> None:
+    shape = TTShape((10,), (4,), ())
+    for made in (TTEmbedding(10, 4, shape=shape, padding_idx=3), TTEmbeddingBag(10, 4, shape=shape)):
+        dense = made.to_dense()
+        assert dense.weight.data_ptr() != made.core_0.data_ptr()
+        assert made.core_0[0, 3].abs().sum() > 0
+
+
+def features() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    wide, rows = torch.randn(4, 10, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
+    return wide, rows, torch.triu_indices(4, 4, 1)
+
+
+def test_second_derivatives_of_interactions_of_views() -> None:
+    wide, rows, pairs = features()
+
+    def penalty(dense: Tensor) -> Tensor:
+        [gradient] = torch.autograd.grad(interact(dense, rows, pairs).square().sum(), rows, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), wide)[0]
+
+    torch.testing.assert_close(penalty(wide[:, :5]), penalty(wide[:, :5].contiguous()))
+
+
+def test_interactions_under_torch_func_and_on_the_meta_device() -> None:
+    wide, rows, pairs = features()
+    dense = wide[:, :5].detach()
+    [expected] = torch.autograd.grad(interact(leaf := dense.clone().requires_grad_(), rows, pairs).sum(), leaf)
+    torch.testing.assert_close(torch.func.grad(lambda each: interact(each, rows.detach(), pairs).sum())(dense), expected)
+    assert interact(dense.to("meta"), rows.to("meta"), pairs.to("meta")).shape == (4, 11)
+
+
+def test_plans_whose_products_are_out_of_order_are_refused() -> None:
+    bag = TTEmbeddingBag(8, 4, shape=TTShape((2, 2, 2), (2, 2, 1), 2), hot_rows=[(4, 1)])
+    plan = plan_lookup([torch.tensor([0, 4])], [(2, 2, 2)])
+    plan.left[0, :2] = plan.left[0, :2].flip(0)
+    with pytest.raises(ValueError, match="plan holds numbers that plan_lookup doesn't make"):
+        tt_bags([bag.forward_parameters()], plan, torch.tensor([0, 1, 2]), num_cols=4)
