@@ -216,6 +216,8 @@ class RunConfig:
 
 
 Settings = TypeVar("Settings")
+_FORMER: dict[str, dict[str, tuple[Any, ...]]] = {"ranks": {"score": (None, "taylor")}}
+"""Settings of earlier versions by section, with the values that mean what is done now: runs have recorded them."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -240,7 +242,7 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
     if path is not None:
         try:
             text = Path(path).read_text()
-            raw = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
+            raw = _without_former(json.loads(text)) if str(path).endswith(".json") else tomllib.loads(text)
         except ValueError as error:
             raise UserError(f"{path} can't be parsed: {error}") from None
     for override in overrides:
@@ -250,7 +252,16 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:
     """Validate nested plain values into a config; errors as in `load_settings`."""
-    return _parse(RunConfig, raw)
+    return _parse(RunConfig, _without_former(raw))
+
+
+def _without_former(raw: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what earlier versions wrote into a run, where it still holds."""
+    kept = dict(raw)
+    for section, former in _FORMER.items():
+        if isinstance(values := raw.get(section), dict):
+            kept[section] = {key: value for key, value in values.items() if value not in former.get(key, ())}
+    return kept
 
 
 def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:

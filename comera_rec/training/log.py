@@ -96,7 +96,7 @@ def fixed_ranks(module: nn.Module) -> dict[str, Any]:
     """Return the log entry of a model whose ranks don't change; empty without TT modules. Each process calls this."""
     summaries = gather_tt_modules(dict(named_tt_modules(module)))
     ranks = {name: list(summary.shape.ranks) for name, summary in summaries.items()}
-    fixed = {"stage": "fixed", "objective": None, "params": total_params(summaries), "target_params": None, "ranks": ranks}
+    fixed = {"stage": "fixed", "params": total_params(summaries), "target_params": None, "ranks": ranks}
     return fixed if ranks else {}
 
 
