@@ -173,18 +173,6 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointsConfig:
-    """How checkpoints are written.
-
-    Attributes:
-        asynchronous: let a thread write them during the next steps, which wait only for a copy (of the weights and optimizer state,
-            in memory) and until the previous checkpoint is written.
-    """
-
-    asynchronous: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run.
 
@@ -203,7 +191,6 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ranks: RankConfig | None = None
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
 
     def __post_init__(self) -> None:
         if not self.output.strip():
@@ -217,7 +204,8 @@ class RunConfig:
 
 Settings = TypeVar("Settings")
 _FORMER: dict[str, dict[str, tuple[Any, ...]]] = {"ranks": {"score": (None, "taylor")}}
-"""Settings of earlier versions by section, with the values that mean what is done now: runs have recorded them."""
+"""Settings of earlier versions by section, with the values that mean what is done now: runs have recorded them. So they have
+[checkpoints], which changed no result."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -257,7 +245,7 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
 
 def _without_former(raw: dict[str, Any]) -> dict[str, Any]:
     """Leave out what earlier versions wrote into a run, where it still holds."""
-    kept = dict(raw)
+    kept = {key: value for key, value in raw.items() if key != "checkpoints"}
     for section, former in _FORMER.items():
         if isinstance(values := raw.get(section), dict):
             kept[section] = {key: value for key, value in values.items() if value not in former.get(key, ())}

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from comera_rec.distributed import WORLD
-from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
-from comera_rec.training.checkpoint_reader import Checkpoint
+from comera_rec.training.checkpoint import Checkpoint, checkpoint_at, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model
 from comera_rec.training.state import load_model_
@@ -22,8 +21,7 @@ from data_pipeline.manifest import MANIFEST_NAME, Manifest, file_sha256, read_ma
 
 CHECKPOINTS = "checkpoints"
 _WRITTEN = ("config.json", "metrics.jsonl", "result.json", "report.html")
-# When a run resumes, these may change: `output`, [checkpoints], _FREE_DATA of [data], and [training] except _FIXED_TRAINING.
-_FREE = ("output", "checkpoints")
+# When a run resumes, these may change: `output`, _FREE_DATA of [data], and [training] except _FIXED_TRAINING.
 _FREE_DATA = ("path", "prefetch", "eval_batch_size")
 _FIXED_TRAINING = ("accumulation",)  # decides which rows are read together
 
@@ -178,6 +176,6 @@ def fingerprint(manifest: Manifest) -> str:
 
 def _decisive(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config that must stay the same when a run resumes."""
-    kept = {key: value for key, value in config.items() if key not in (*_FREE, "data", "training")}
+    kept = {key: value for key, value in config.items() if key not in ("output", "data", "training")}
     data = {f"data.{key}": value for key, value in config["data"].items() if key not in _FREE_DATA}
     return kept | data | {f"training.{key}": config["training"][key] for key in _FIXED_TRAINING}

@@ -27,7 +27,7 @@ from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import bytes_outside
 from comera_rec.recsys import TTEmbeddingBagCollection
-from comera_rec.training.checkpoint import CheckpointWriter, checkpoint_at, latest_checkpoint, open_checkpoint
+from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint, save_checkpoint
 from comera_rec.training.config import RunConfig
 from comera_rec.training.evaluation import BestSoFar, evaluate
 from comera_rec.training.log import MetricsLog, Progress, fixed_ranks, off_target, tell
@@ -106,8 +106,6 @@ class Trainer:
         self.step = TrainingStep(
             config, self.state, self.scheduler, device=self.device, total_steps=self.total_steps, teacher=teacher
         )
-        asynchronous = config.checkpoints.asynchronous
-        self.writer = CheckpointWriter(self.checkpoints, keep=config.training.keep_checkpoints, asynchronous=asynchronous)
         self.steps = self.history_written = 0
         self.evaluated = 0  # the step of the last evaluation on the validation split
         self.best = BestSoFar()
@@ -149,8 +147,11 @@ class Trainer:
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "batches": self.loader.batches.state_after(self.steps * self.config.training.accumulation),
         }
-        kept_step = self.best.step if self.config.training.keep_best else None
-        self.writer.save(self.steps, record, self.state.tensors(), kept_step=kept_step)
+        training = self.config.training
+        kept_step = self.best.step if training.keep_best else None
+        save_checkpoint(
+            self.checkpoints, self.steps, record, self.state.tensors(), keep=training.keep_checkpoints, kept_step=kept_step
+        )
 
     def _resume(self) -> None:
         path = WORLD.on_first(lambda: latest_checkpoint(self.checkpoints))
@@ -193,12 +194,9 @@ class Trainer:
             try:
                 with self.signals:
                     self._run()
-                    self.writer.wait()
                     result = self._result()
                 WORLD.on_first(lambda: _write_json(path, result))
             finally:
-                with contextlib.suppress(OSError):
-                    self.writer.wait()
                 if self.log:
                     self.log.close()
         else:
@@ -235,9 +233,7 @@ class Trainer:
                     losses[0].cpu()  # waits for the device
                     self.first_step_ms = 1e3 * (time.perf_counter() - interval_start)
                 progress.step()
-                stopping, failed = self.signals.after_step(self.writer.failed)
-                if failed:
-                    self.writer.wait()  # which raises, on every process
+                stopping = self.signals.after_step()
                 finished = self.steps >= self.total_steps
                 saving = bool(stopping or _due(self.steps, training.checkpoint_every)) and not finished
                 evaluating = not stopping and self._evaluation_is_due()
@@ -255,7 +251,6 @@ class Trainer:
                 if saving:
                     self.save()
                 if stopping:
-                    self.writer.wait()
                     raise Interrupted(stopping, self.steps)
                 if not losses:
                     interval_start = time.perf_counter()
@@ -267,8 +262,6 @@ class Trainer:
         return loss
 
     def _diverged(self, problem: str) -> Diverged:
-        with contextlib.suppress(OSError):
-            self.writer.wait()
         kept = latest_checkpoint(self.checkpoints)
         last = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
         return Diverged(f"{problem}: lower the learning rates; {last}")
@@ -309,7 +302,6 @@ class Trainer:
             metrics = self._evaluate("val")
         except Interrupted:
             self.save()
-            self.writer.wait()
             raise
         self.evaluated = self.steps
         counts = self.scheduler is None or self.scheduler.stage == "done"
