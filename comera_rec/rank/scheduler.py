@@ -99,14 +99,13 @@ class RankScheduler:
 
     # -- the objective ---------------------------------------------------------------------------------------------------------
 
-    def loss(self, task_loss: Tensor, *, accumulation: int = 1) -> Tensor:
+    def loss(self, task_loss: Tensor) -> Tensor:
         """Return the objective of the current stage for a task loss; call `backward` on it.
 
         With several processes, each passes the loss of its samples, and the objective is that of their mean.
 
         Args:
-            task_loss: a scalar, the mean over a batch or, with accumulated gradients, over a micro-batch.
-            accumulation: micro-batches in a step. The result is divided by it, so the price of size is charged once.
+            task_loss: a scalar, the mean over a batch. If the gradients of n of them add up to a step, divide the result by n.
 
         Raises:
             ValueError: if the loss isn't a scalar.
@@ -117,9 +116,8 @@ class RankScheduler:
             task_loss = task_loss.reshape(())
         if WORLD.several and self.stage != "done":
             task_loss = task_loss + (WORLD.mean(task_loss) - task_loss.detach())  # mean of all, gradient of this one
-        self._observe(task_loss.detach(), 0.01 / accumulation)
-        total = self._objective(task_loss)
-        return total if accumulation == 1 else total / accumulation
+        self._observe(task_loss.detach())
+        return self._objective(task_loss)
 
     @property
     def _prices_size(self) -> bool:
@@ -149,10 +147,10 @@ class RankScheduler:
         shared = torch.stack([self._mean_loss.new_zeros(()), *(self._replica_share[name] * size for name, size in sizes.items())])
         return WORLD.sum(shared.sum()) - local_size
 
-    def _observe(self, loss: Tensor, weight: float) -> None:
+    def _observe(self, loss: Tensor) -> None:
         # About the last hundred steps: long enough to smooth batches, short enough to follow training. In place, for CUDA graphs.
         mean = self._mean_loss
-        updated = torch.where(mean.isnan(), loss, mean.lerp(loss.to(mean.dtype), weight))
+        updated = torch.where(mean.isnan(), loss, mean.lerp(loss.to(mean.dtype), 0.01))
         mean.copy_(torch.where(loss.isfinite(), updated, mean))
 
     def _mean_task_loss(self) -> float | None:

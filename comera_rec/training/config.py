@@ -140,8 +140,6 @@ class TrainingConfig:
         patience: evaluations in a row without a lower validation NE, counted likewise, that end training; 0 to take all steps.
         clip_grad_norm: largest norm of all gradients together; larger gradients are scaled down to it. None for no limit. A limit
             turns off updates of cores in backward; dense tables are still updated there, neither counted nor scaled.
-        accumulation: parts of a batch that are computed one after the other, and whose gradients add up to a step. More than one
-            turns off updates of cores in backward; dense tables are updated there with every part.
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
         precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32.
         capture: on a GPU, whether steps are captured in a CUDA graph once their shapes have settled.
@@ -159,7 +157,6 @@ class TrainingConfig:
     keep_best: bool = False
     patience: NonNegativeInt = 0
     clip_grad_norm: PositiveFloat | None = None
-    accumulation: PositiveInt = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
     capture: bool = False
@@ -203,9 +200,8 @@ class RunConfig:
 
 
 Settings = TypeVar("Settings")
-_FORMER: dict[str, dict[str, tuple[Any, ...]]] = {"ranks": {"score": (None, "taylor")}}
-"""Settings of earlier versions by section, with the values that mean what is done now: runs have recorded them. So they have
-[checkpoints], which changed no result."""
+_FORMER = {"ranks": "score", "training": "accumulation"}
+"""Settings of earlier versions by section, which their runs have recorded; and so is [checkpoints]."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -244,11 +240,11 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
 
 
 def _without_former(raw: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what earlier versions wrote into a run, where it still holds."""
-    kept = {key: value for key, value in raw.items() if key != "checkpoints"}
+    """Leave out the settings that earlier versions wrote into a run."""
+    kept = {section: value for section, value in raw.items() if section != "checkpoints"}
     for section, former in _FORMER.items():
         if isinstance(values := raw.get(section), dict):
-            kept[section] = {key: value for key, value in values.items() if value not in former.get(key, ())}
+            kept[section] = {key: value for key, value in values.items() if key != former}
     return kept
 
 

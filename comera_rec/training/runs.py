@@ -21,19 +21,12 @@ from data_pipeline.manifest import MANIFEST_NAME, Manifest, file_sha256, read_ma
 
 CHECKPOINTS = "checkpoints"
 _WRITTEN = ("config.json", "metrics.jsonl", "result.json", "report.html")
-# When a run resumes, these may change: `output`, _FREE_DATA of [data], and [training] except _FIXED_TRAINING.
+# When a run resumes, these may change: `output`, [training] and _FREE_DATA of [data].
 _FREE_DATA = ("path", "prefetch", "eval_batch_size")
-_FIXED_TRAINING = ("accumulation",)  # decides which rows are read together
 
 
-def require_fit(config: RunConfig, schema: Schema, manifest: Manifest) -> int:
-    """Return the number of equal parts that a batch is divided into, by processes and accumulation.
-
-    Raises:
-        ValueError: if the output is a file or a folder of something else, ranks adapt and there are none, the model would
-            have no inputs, evaluations need validation rows that the data lacks, there isn't one task weight per label, or a batch
-            can't be divided equally.
-    """
+def require_fit(config: RunConfig, schema: Schema, manifest: Manifest) -> None:
+    """Raise ValueError for a config that doesn't fit its data, its output or the number of processes."""
     training, data = config.training, config.data
     if Path(config.output).exists() and not Path(config.output).is_dir():
         raise UserError(f"output is {config.output}, which is a file: give a folder")
@@ -52,14 +45,11 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest) -> int:
             f"training.task_weights has {len(training.task_weights)} numbers and {data.path} the labels "
             f"{', '.join(schema.labels)}: give one for each"
         )
-    parts = WORLD.size * training.accumulation
-    if data.batch_size % parts:
-        in_parts = f" in {training.accumulation} parts each" if training.accumulation > 1 else ""
+    if data.batch_size % WORLD.size:
         raise UserError(
-            f"data.batch_size is {data.batch_size}, which {WORLD.size} processes can't share "
-            f"equally{in_parts}: give a multiple of {parts}"
+            f"data.batch_size is {data.batch_size}, which {WORLD.size} processes can't share equally: "
+            f"give a multiple of {WORLD.size}"
         )
-    return parts
 
 
 def _require_run_folder(folder: Path) -> None:
@@ -76,8 +66,6 @@ def _require_run_folder(folder: Path) -> None:
 def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:
     """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded."""
     present, recorded = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
-    if not record["step"]:  # no rows were read yet
-        present = {key: value for key, value in present.items() if not key.startswith("training.")}
     differing = [key for key in present if present[key] != recorded[key]]
     if differing:
         raise UserError(
@@ -98,7 +86,7 @@ def require_successor(config: RunConfig, schema: Schema, run: Path, record: dict
     Ids keep their meaning along the data sets that `comera transform` made of each other.
     """
     present, recorded = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
-    free = ("seed", "data.", "training.")
+    free = ("seed", "data.")
     if differing := [key for key in present if present[key] != recorded[key] and not key.startswith(free)]:
         raise UserError(f"{run} has another config than the new run (in {', '.join(differing)}): give the same one")
     known, folder = Schema.from_dict(record["schema"]), config.data.path
@@ -177,5 +165,4 @@ def fingerprint(manifest: Manifest) -> str:
 def _decisive(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config that must stay the same when a run resumes."""
     kept = {key: value for key, value in config.items() if key not in ("output", "data", "training")}
-    data = {f"data.{key}": value for key, value in config["data"].items() if key not in _FREE_DATA}
-    return kept | data | {f"training.{key}": config["training"][key] for key in _FIXED_TRAINING}
+    return kept | {f"data.{key}": value for key, value in config["data"].items() if key not in _FREE_DATA}

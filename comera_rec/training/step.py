@@ -23,7 +23,7 @@ class TrainingStep:
     """Takes a run's steps: `step(number, batches)`, with number from 1.
 
     Attributes:
-        update: parts of a batch -> their mean loss; changes the model. On a GPU a CUDA graph, if asked for (`training.capture`).
+        update: batch -> its loss; changes the model. On a GPU a CUDA graph, if asked for (`training.capture`).
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class TrainingStep:
         self._gradient_shares = gradient_shares(state.module) if config.training.clip_grad_norm else {}
         weights = torch.tensor(config.training.task_weights or 1.0, device=device)
         self._task_weights = weights / weights.mean()  # with mean 1, so that the price of ranks doesn't depend on their sum
-        self.update: Callable[[list[Batch]], Tensor] = self._update
+        self.update: Callable[[Batch], Tensor] = self._update
         if config.training.capture and device.type == "cuda":
             self.update = CapturedUpdate(self._update, state.optimizer, CudaRecorder(device))
             for group in state.optimizer.param_groups if self._rates_vary else ():  # a graph reads tensors in every step
                 group["lr"] = torch.tensor(group["lr"], device=device)
 
     def __call__(self, number: int, batches: Iterator[Batch]) -> Tensor:
-        """Take a step; return the task loss, the mean over its parts, which stays on the device."""
+        """Take a step; return the task loss, which stays on the device."""
         if self._rates_vary:
             factor = rate_factor(self._config.optimizer, number, self._total_steps)
             for group, rate in self._rates:
@@ -60,25 +60,20 @@ class TrainingStep:
                     group["lr"] = rate * factor
             for table_optimizer in self._state.table_optimizers:
                 table_optimizer.step()  # only passes the rate to FBGEMM's tables
-        parts = range(self._config.training.accumulation)
-        loss = self.update([next(batches).to(self._device, non_blocking=True) for _ in parts])
+        loss = self.update(next(batches).to(self._device, non_blocking=True))
         if self._scheduler is not None and self._scheduler.step():
             self.model_has_changed()
         return loss
 
-    def _update(self, parts: list[Batch]) -> Tensor:
-        """Update the model by the gradient of the parts' mean loss; doesn't wait for the device, so that a graph can capture it."""
+    def _update(self, batch: Batch) -> Tensor:
+        """Update the model by the gradient of a batch's loss; doesn't wait for the device, so that a graph can capture it."""
         self._state.optimizer.zero_grad()  # to None, so that a graph writes gradients instead of adding to them
-        losses = []
-        for part in parts:
-            loss = self.loss_of(part)
-            losses.append(loss.detach())
-            objective = self._scheduler.loss(loss, accumulation=len(parts)) if self._scheduler else loss / len(parts)
-            objective.backward()
+        loss = self.loss_of(batch)
+        (self._scheduler.loss(loss) if self._scheduler else loss).backward()
         if max_norm := self._config.training.clip_grad_norm:
             clip_gradients_(self._state.module, max_norm, self._gradient_shares)
         self._state.optimizer.step()
-        return torch.stack(losses).mean()
+        return loss.detach()
 
     def loss_of(self, batch: Batch) -> Tensor:
         """Return a batch's mean cross-entropy with its labels, or the teacher's predictions: [B] or [B, L]; weights of rows [B]."""

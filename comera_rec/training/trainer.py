@@ -74,13 +74,12 @@ class Trainer:
         self.memory = PeakMemory(self.device)
         self.manifest = read_manifest(config.data.path)
         self.schema = Schema.from_manifest(self.manifest)
-        parts = require_fit(config, self.schema, self.manifest)
-        self.part_size = config.data.batch_size // parts  # rows per forward pass of this process
+        require_fit(config, self.schema, self.manifest)
+        self.part_size = config.data.batch_size // WORLD.size  # rows of a batch on this process
         self.loader = BatchLoader(
             self._batches("train", shuffle=True), prefetch=config.data.prefetch, pin_memory=self.device.type == "cuda"
         )
-        per_epoch = self.loader.batches.batches_per_epoch() / config.training.accumulation
-        self.total_steps = config.training.steps or max(1, round(config.training.epochs * per_epoch))
+        self.total_steps = config.training.steps or max(1, round(config.training.epochs * self.loader.batches.batches_per_epoch()))
         torch.manual_seed(config.seed)
         is_new = model is None and latest_checkpoint(self.checkpoints) is None
         start = StartingVectors(self.manifest, Path(config.data.path)) if is_new and config.tables.start == "vectors" else None
@@ -118,7 +117,7 @@ class Trainer:
     def _updates_in_backward(self) -> bool:
         """Whether table cores are updated slice by slice: on CPU, unless something needs their whole gradients."""
         training, ranks = self.config.training, self.config.ranks
-        need_gradients = training.clip_grad_norm is not None or training.accumulation > 1 or bool(ranks and ranks.beta)
+        need_gradients = training.clip_grad_norm is not None or bool(ranks and ranks.beta)
         has_tables = any(isinstance(module, TTTable) for module in self.module.modules())
         return has_tables and self.device.type == "cpu" and not need_gradients
 
@@ -145,7 +144,7 @@ class Trainer:
             "evaluated": self.evaluated,
             "best": asdict(self.best),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
-            "batches": self.loader.batches.state_after(self.steps * self.config.training.accumulation),
+            "batches": self.loader.batches.state_after(self.steps),
         }
         training = self.config.training
         kept_step = self.best.step if training.keep_best else None

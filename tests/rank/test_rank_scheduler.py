@@ -121,27 +121,6 @@ def test_achievement_removes_only_ranks_that_its_price_has_shrunk() -> None:
     assert ends[0] == 300, "not as soon as the size is reached"
 
 
-def test_the_price_is_charged_once_per_step_however_many_parts_a_batch_has() -> None:
-    for stage_steps in (0, 1):
-        whole, parts = (
-            Regression(
-                RankConfig(
-                    objective="achievement", early_steps=1, late_steps=9, target_size=0.5, gamma=0.5, beta=0.3, target_loss=0.0
-                )
-            )
-            for _ in range(2)
-        )
-        for regression in (whole, parts):
-            regression.run(stage_steps)
-            regression.optimizer.zero_grad()
-        whole.scheduler.loss(whole.task_loss()).backward()
-        for _ in range(4):
-            parts.scheduler.loss(parts.task_loss(), accumulation=4).backward()
-        for parameter, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
-            torch.testing.assert_close(other.grad, parameter.grad)
-        assert parts.scheduler.state_dict()["mean_loss"] == pytest.approx(whole.scheduler.state_dict()["mean_loss"], rel=1e-4)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("first", [True, False])
 def test_the_mean_ignores_losses_that_are_not_finite(bad: float, first: bool) -> None:

@@ -73,7 +73,6 @@ def test_train_evaluate_report_export(
         (["train", "--config", "{config}", "data.path={tmp}/nowhere"], "is not a preprocessed data set"),
         (["train", "--config", "{config}", "output=/dev/null/run"], "/dev/null/run"),
         (["train", "--config", "{config}", "output={config}"], "run.toml, which is a file: give a folder"),
-        (["train", "--config", "{config}", "training.accumulation=3"], "can't share equally in 3 parts each: give a multiple of 3"),
         (["train", "--config", "{config}", "training.task_weights=[1, 2, 3]"], "3 numbers and {data} the labels label: give one"),
         (["train", "--config", "{config}", "tables.start=vectors"], "preprocess with --order similarity"),
         (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint"),

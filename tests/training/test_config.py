@@ -33,7 +33,8 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
     )
     assert parse_config(config.to_dict()) == config
     plain = config.to_dict()
-    assert parse_config(plain | {"ranks": plain["ranks"] | {"score": None}, "checkpoints": {}}) == config, "of an earlier version"
+    former = {"ranks": plain["ranks"] | {"score": None}, "checkpoints": {"asynchronous": True}}
+    assert parse_config(plain | former) == config, "of an earlier version"
     assert load_config(None, ["data.path=data", "output=runs/x", "seed=2"]) == parse_config({**MINIMAL, "seed": 2}), (
         "without a file"
     )

@@ -126,7 +126,6 @@ CONTROLS = {
         "training.clip_grad_norm=0.1", "optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1",
         "training.eval_every=4",
     ],
-    "accumulation": ["training.accumulation=2", "ranks.early_steps=99", "ranks.gamma=0.5", "training.eval_every=4"],
     "early stopping": [
         "training.eval_every=2", "training.keep_best=true", "training.patience=2", "optimizer.lr_dense=0.3", "training.steps=24",
     ],

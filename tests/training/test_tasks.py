@@ -73,7 +73,7 @@ def test_a_loss_is_the_weighted_mean_of_its_tasks_and_rows(folder: Path, tmp_pat
     [
         ["tables.format=off"],
         ["model.architecture=dlrm"],
-        ["model.architecture=dcn", "training.accumulation=2"],
+        ["model.architecture=dcn"],
         ["model.architecture=deepfm"],
     ],
     ids=lambda overrides: overrides[0],

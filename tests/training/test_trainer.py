@@ -125,8 +125,6 @@ def test_a_run_resumes_with_moved_data_but_not_with_other_data_or_settings(
     run(config_file, "training.steps=3")
     with pytest.raises(ValueError, match=r"holds another run: its config differs in seed, tables, data\.batch_size"):
         run(config_file, "seed=4", "tables.tt_ranks=2", "data.batch_size=32")
-    with pytest.raises(ValueError, match=r"its config differs in training\.accumulation;"):
-        run(config_file, "training.accumulation=2")
     moved = tmp_path / "moved"
     shutil.copytree(data_set, moved)
     elsewhere = [f"data.path={moved}", "data.prefetch=2", "data.eval_batch_size=100"]
