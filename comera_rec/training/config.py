@@ -72,14 +72,14 @@ class TablesConfig(TableCompression):
     """The form of tables: the fields of `TableCompression`, and whether to use them.
 
     Attributes:
-        format: "tt" for large tables as TT tables, "dense" for all dense, "off" to leave the categorical columns out.
+        format: "tt" for large tables as TT tables, "dense" for all dense.
         hot_rows: as in `TableCompression`; "auto" here, because the ids of a preprocessed data set are ordered by frequency. It
             is 0 for orders of similarity in which the most frequent twentieth of the values has less than half of the occurrences.
         start: "random" values, or the "vectors" that `comera preprocess --order similarity` keeps, for dense and TT tables; a TT
             table that can't represent them starts at random. They suit lower learning rates.
     """
 
-    format: Literal["tt", "dense", "off"] = "tt"
+    format: Literal["tt", "dense"] = "tt"
     hot_rows: float | Literal["auto"] = "auto"
     start: Literal["random", "vectors"] = "random"
 

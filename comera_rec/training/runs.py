@@ -33,8 +33,8 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest) -> None:
     _require_run_folder(Path(config.output))
     if config.ranks and config.tables.format != "tt" and config.linears.format != "tt":
         raise UserError("[ranks] adapts TT ranks, and neither tables nor linear layers have any: add ranks=none, or use format tt")
-    if config.tables.format == "off" and not schema.dense:
-        raise UserError(f"tables.format is off and {data.path} has no numbers, so nothing is left to learn from: use tt or dense")
+    if not schema.sparse:
+        raise UserError(f"{data.path} has no categories, so a model would have no tables: give data with a category or a list")
     if training.eval_every and not manifest.splits["val"].rows:
         raise UserError(
             f"training.eval_every is {training.eval_every} but {data.path} has no validation rows: "

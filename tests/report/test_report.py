@@ -134,8 +134,8 @@ def test_page(dense: Path, compressed: Path, running: Path, tmp_path: Path) -> N
     assert all(reference.startswith("#") for reference in page.references)
     assert not re.search(r"url\((?!#)|@import", text)
     assert len(page.ids) == len({*page.ids}), "ids of two drawings clash"
-    # Loss, NE, AUC, step time, size, size against NE, and ranks and bytes of the one compressed run.
-    assert page.tags.count("svg") == 9
+    # Loss, NE, AUC, step time, memory, size, size against NE, and ranks of the one compressed run.
+    assert page.tags.count("svg") == 8
     assert "<script>alert" not in text
     for number in ("3,216,000", "50,567", "63.6x smaller", "-0.0021", "0.5x", "0.25x", "138,268", "12,800,000"):
         assert any(number in cell for cell in page.cells), number
@@ -168,14 +168,6 @@ def test_summary_table(dense: Path, compressed: Path, running: Path) -> None:
     assert lines[3][:5] == ["compressed", "50,567", "197.53 KiB", "197.53 KiB", "0.7479"]
     assert lines[4] == ["", "vs dense", *["63.6x smaller"] * 3, "-0.0021", "+0.0000", "+0.0000", "0.5x", "0.25x"]
     assert lines[5] == ["running (step 300, not finished)", "-", "-", "-", "0.7300", "0.9000", "0.4500", "-", "-"]
-
-
-def test_a_run_without_tables_is_compared_in_all_else(dense: Path, tmp_path: Path) -> None:
-    layers = [layer("C1", 1_000) | {"kind": "linear"}]
-    integers = write_run(tmp_path / "integers", layers, table_bytes=0, dense_table_bytes=0)
-    lines = [re.split(r"\s{2,}", line) for line in summary_table([dense, integers]).splitlines()]
-    assert lines[3][:4] == ["integers", "16,000", "62.50 KiB", "none"]
-    assert lines[4][:6] == ["", "vs dense", "201x smaller", "201x smaller", "-", "+0.0000"]
 
 
 def test_summary(compressed: Path, running: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def train_on(processes: int, *arguments: Any) -> list[dict[str, Any]]:
     return first
 
 
-FORMATS = {"hot rows": HOT_ROWS, "adagrad": ["optimizer.name=adagrad"], "dense": DENSE, "off": ["tables.format=off"]}
+FORMATS = {"hot rows": HOT_ROWS, "adagrad": ["optimizer.name=adagrad"], "dense": DENSE}
 
 
 @pytest.mark.parametrize("processes", [1, 2])

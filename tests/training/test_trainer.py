@@ -48,11 +48,11 @@ def terminate(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_model_without_inputs_is_refused(config_file: Path, data_set: Path) -> None:
+def test_data_without_categories_is_refused(config_file: Path, data_set: Path) -> None:
     manifest = read_manifest(data_set)
-    schema = replace(Schema.from_manifest(manifest), dense=())
-    with pytest.raises(ValueError, match="has no numbers, so nothing is left to learn from: use tt or dense"):
-        require_fit(load_config(config_file, ["tables.format=off"]), schema, manifest)
+    schema = replace(Schema.from_manifest(manifest), sparse={})
+    with pytest.raises(ValueError, match="has no categories, so a model would have no tables"):
+        require_fit(load_config(config_file), schema, manifest)
 
 
 def test_a_run_that_misses_its_target_size_says_why(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
