@@ -59,7 +59,7 @@ def curves(runs: list[Run], *, best_auc: float | None) -> list[tuple[str, str]]:
 def _curve(runs: list[Run], kind: str, key: str, reference: float | None) -> str:
     figure, axes = _figure(6.4, 3.2)
     shown = [] if reference is None else [reference]
-    dashed = {"linewidth": 1.2, "linestyle": (0, (4, 3))}
+    dashed: Any = {"linewidth": 1.2, "linestyle": (0, (4, 3))}
     for run in runs:
         lines = [line for line in getattr(run, kind) if np.isfinite(line.get(key, np.nan))]
         if not lines or (kind == "ranks" and len(lines) == 1):  # a size that never changes
