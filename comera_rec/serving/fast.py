@@ -8,25 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from comera_rec.ops.served_bags import Packed, ServedTable, pack, served_bags
-from comera_rec.serving.portable import ServedTables, filled
+from comera_rec.serving.portable import ServedTables
 
 
 class FastTables(ServedTables):
     """Lookups by a single operator, which raises an error for an id out of range."""
 
-    def __init__(self, tables: Sequence[ServedTable | None], dtype: torch.dtype) -> None:
+    def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
         super().__init__(tables)
-        self.storage, self.layout, self.slabs = map(nn.Buffer, pack(filled(tables), dtype))
+        self.storage, self.layout, self.slabs = map(nn.Buffer, pack(tables, dtype))
 
     def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
         if weights is not None:
             return super().forward(values, lengths, weights)
-        return self._bags(self.used(values, lengths), lengths)
+        return self._bags(self.rows_of(values, lengths), lengths)
 
     def rows(self, values: Tensor, lengths: Tensor) -> Tensor:
         # Each value is a bag, of its own feature alone.
         lengths_FV = torch.arange(self.features)[:, None] == self.feature_of(values, lengths)
-        return self._bags(self.used(values, lengths), lengths_FV.long().flatten()).sum(1)
+        return self._bags(self.rows_of(values, lengths), lengths_FV.long().flatten()).sum(1)
 
     def _bags(self, values: Tensor, lengths: Tensor) -> Tensor:
         lead = torch.zeros(lengths.shape[0] // self.features, self.columns)

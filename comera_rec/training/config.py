@@ -138,8 +138,6 @@ class TrainingConfig:
         keep_best: also keep the checkpoint of the lowest validation NE, and use it for the result, `evaluate` and `export`. With
             [ranks] only evaluations at the final size count.
         patience: evaluations in a row without a lower validation NE, counted likewise, that end training; 0 to take all steps.
-        clip_grad_norm: largest norm of all gradients together; larger gradients are scaled down to it. None for no limit. A limit
-            turns off updates of cores in backward; dense tables are still updated there, neither counted nor scaled.
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
         precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32.
         capture: on a GPU, whether steps are captured in a CUDA graph once their shapes have settled.
@@ -156,7 +154,6 @@ class TrainingConfig:
     keep_checkpoints: PositiveInt = 2
     keep_best: bool = False
     patience: NonNegativeInt = 0
-    clip_grad_norm: PositiveFloat | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
     capture: bool = False
@@ -200,7 +197,7 @@ class RunConfig:
 
 
 Settings = TypeVar("Settings")
-_FORMER = {"ranks": "score", "training": "accumulation"}
+_FORMER = {"ranks": ("score",), "training": ("accumulation", "clip_grad_norm")}
 """Settings of earlier versions by section, which their runs have recorded; and so is [checkpoints]."""
 
 
@@ -244,7 +241,7 @@ def _without_former(raw: dict[str, Any]) -> dict[str, Any]:
     kept = {section: value for section, value in raw.items() if section != "checkpoints"}
     for section, former in _FORMER.items():
         if isinstance(values := raw.get(section), dict):
-            kept[section] = {key: value for key, value in values.items() if key != former}
+            kept[section] = {key: value for key, value in values.items() if key not in former}
     return kept
 
 

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from comera_rec.data import Batch
-from comera_rec.distributed import WORLD
 from comera_rec.rank import RankScheduler
 from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.capture import CapturedUpdate, CudaRecorder
@@ -40,7 +38,6 @@ class TrainingStep:
         self._device, self._total_steps = device, total_steps
         self._rates_vary = config.optimizer.warmup_steps > 0 or config.optimizer.decay > 0
         self._rates = [(group, group["lr"]) for each in state.optimizers for group in each.param_groups]
-        self._gradient_shares = gradient_shares(state.module) if config.training.clip_grad_norm else {}
         weights = torch.tensor(config.training.task_weights or 1.0, device=device)
         self._task_weights = weights / weights.mean()  # with mean 1, so that the price of ranks doesn't depend on their sum
         self.update: Callable[[Batch], Tensor] = self._update
@@ -70,8 +67,6 @@ class TrainingStep:
         self._state.optimizer.zero_grad()  # to None, so that a graph writes gradients instead of adding to them
         loss = self.loss_of(batch)
         (self._scheduler.loss(loss) if self._scheduler else loss).backward()
-        if max_norm := self._config.training.clip_grad_norm:
-            clip_gradients_(self._state.module, max_norm, self._gradient_shares)
         self._state.optimizer.step()
         return loss.detach()
 
@@ -103,27 +98,3 @@ def rate_factor(schedule: OptimizerConfig, number: int, total_steps: int) -> flo
     falling = schedule.decay * total_steps
     end = (total_steps - number + 1) / falling if falling else 1.0
     return max(0.0, min(1.0, number / (schedule.warmup_steps + 1), end))
-
-
-def gradient_shares(module: nn.Module) -> dict[str, float]:
-    """Return what a parameter's gradient on this process counts in the norm of all: a replica's less, a shard's as a whole.
-
-    Args:
-        module: the model without wrappers, so that names are those of an unsharded model.
-    """
-    divided = {name for name, value in module.state_dict().items() if isinstance(value, DTensor)}
-    counts = WORLD.count(dict(module.named_parameters()))
-    return {name: 1.0 if name in divided else 1.0 / count for name, count in counts.items()}
-
-
-def clip_gradients_(module: nn.Module, max_norm: float, shares: dict[str, float]) -> None:
-    """Scale all gradients of all processes down by one factor, so that their norm together is at most `max_norm`.
-
-    Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
-    """
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    device = next(module.parameters()).device
-    norms = torch.stack([torch.zeros((), device=device), *torch._foreach_norm(list(gradients.values()))])
-    norm = WORLD.sum(norms.square() @ norms.new_tensor([0.0, *(shares[name] for name in gradients)])).sqrt()
-    if gradients:
-        torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -116,10 +116,9 @@ class Trainer:
 
     def _updates_in_backward(self) -> bool:
         """Whether table cores are updated slice by slice: on CPU, unless something needs their whole gradients."""
-        training, ranks = self.config.training, self.config.ranks
-        need_gradients = training.clip_grad_norm is not None or bool(ranks and ranks.beta)
+        ranks = self.config.ranks
         has_tables = any(isinstance(module, TTTable) for module in self.module.modules())
-        return has_tables and self.device.type == "cpu" and not need_gradients
+        return has_tables and self.device.type == "cpu" and not (ranks and ranks.beta)
 
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
         data, process_rank, world_size = self.config.data, WORLD.process_rank, WORLD.size

@@ -122,10 +122,7 @@ def test_two_processes_start_from_the_initial_values_of_one(config_file: Path, t
 
 
 CONTROLS = {
-    "clipping and weight decay": [
-        "training.clip_grad_norm=0.1", "optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1",
-        "training.eval_every=4",
-    ],
+    "weight decay": ["optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1", "training.eval_every=4"],
     "early stopping": [
         "training.eval_every=2", "training.keep_best=true", "training.patience=2", "optimizer.lr_dense=0.3", "training.steps=24",
     ],
