@@ -16,20 +16,11 @@ from comera_rec.report.runs import read_runs
 def layer(name: str, rows: int, *, ranks: list[int] | None = None, params: int | None = None) -> dict[str, Any]:
     dense = rows * 16
     params = dense if params is None else params
-    return {
-        "name": f"sparse_arch.embedding_bag_collection.tt_bags.{name}",
-        "kind": "table",
-        "shape": [rows, 16],
-        "format": "tt" if ranks else "dense",
-        "row_shape": [50, rows // 50] if ranks else None,
-        "col_shape": [4, 4] if ranks else None,
-        "ranks": ranks,
-        "params": params,
-        "bytes": 4 * params,
-        "dense_params": dense,
-        "dense_bytes": 4 * dense,
-        "ratio": dense / params if params else None,
-    }
+    table = f"sparse_arch.embedding_bag_collection.tt_bags.{name}"
+    sizes = {"params": params, "bytes": 4 * params, "dense_params": dense, "dense_bytes": 4 * dense}
+    shapes = {"row_shape": [50, rows // 50], "col_shape": [4, 4]} if ranks else {"row_shape": None, "col_shape": None}
+    described = {"name": table, "kind": "table", "shape": [rows, 16], "format": "tt" if ranks else "dense", "ranks": ranks}
+    return described | shapes | sizes | {"ratio": dense / params if params else None}
 
 
 def write_run(folder: Path, layers: list[dict[str, Any]], *, adapting: bool = False, finished: bool = True, **numbers: Any) -> Path:
@@ -52,22 +43,9 @@ def write_run(folder: Path, layers: list[dict[str, Any]], *, adapting: bool = Fa
     )
     if finished:
         sums = {key: sum(entry[key] for entry in layers) for key in ("params", "bytes", "dense_params", "dense_bytes")}
-        result = {
-            "name": folder.name,
-            "steps": 300,
-            "split": "test",
-            "auc": 0.75,
-            "ne": 0.85,
-            "logloss": 0.44,
-            "rows": 50,
-            "step_ms": 20.0,
-        }
-        result |= sums | {
-            "table_bytes": sums["bytes"],
-            "dense_table_bytes": sums["dense_bytes"],
-            "peak_mib": 1000.0,
-            "rows_per_s": 3200.0,
-        }
+        result = {"name": folder.name, "steps": 300, "split": "test", "rows": 50, "auc": 0.75, "ne": 0.85, "logloss": 0.44}
+        result |= sums | {"table_bytes": sums["bytes"], "dense_table_bytes": sums["dense_bytes"]}
+        result |= {"step_ms": 20.0, "peak_mib": 1000.0, "rows_per_s": 3200.0}
         result |= {"device": "a CPU", "versions": {"torch": "2.13"}, "seed": 3, "data": {"rows": 500}, "layers": layers}
         (folder / "result.json").write_text(json.dumps(result | numbers))
     return folder

@@ -19,12 +19,8 @@ from torchrec import KeyedJaggedTensor
 from comera_rec.serving.package import FORMAT_VERSION, METADATA, ServingModel, read_metadata
 from comera_rec.serving.runs import export_run
 from comera_rec.serving.vocabularies import check_vocabularies
-from comera_rec.training.config import load_config
 from comera_rec.training.runs import load_run
-from comera_rec.training.trainer import Trainer
 from data_pipeline.manifest import read_manifest
-from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.synth import SynthOptions, synth
 
 Request = tuple[Tensor, Tensor, Tensor]
 FORMS = ["portable", "fast"]
@@ -122,18 +118,6 @@ def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
         check_vocabularies(other, manifest, Path("data"))
     with pytest.raises(ValueError, match="the model is not a run of `comera train`: encode rows yourself"):
         check_vocabularies(replace(metadata, run=None), manifest, Path("data"))
-
-
-def test_a_run_without_test_rows_is_measured_where_it_was_evaluated(trained: Path, tmp_path: Path) -> None:
-    synth(SynthOptions(rows=1500, output=tmp_path / "train.txt", seed=1, scale=0.001))
-    options = PreprocessOptions(inputs=(tmp_path / "train.txt",), output=tmp_path / "data", min_count=1, test_fraction=0.0)
-    preprocess(options)
-    config = (trained.parent / "run.toml").read_text().replace(str(trained.parent), str(tmp_path))
-    (tmp_path / "run.toml").write_text(config)
-    result = Trainer(load_config(tmp_path / "run.toml", ["training.steps=2"])).train()
-    metadata = export_run(tmp_path / "run", tmp_path / "model.pt2", form="fast", dtype="bfloat16")
-    assert metadata.run.trained_ne == pytest.approx(result["ne"], rel=1e-4)
-    assert metadata.run.ne == pytest.approx(metadata.run.trained_ne, rel=5e-4)
 
 
 def replaced(request: Request, number: int, change: Callable[[Tensor], Tensor]) -> list[Tensor]:

@@ -175,24 +175,3 @@ def test_bugs_show_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMERA_TRACEBACK", "1")
     with pytest.raises(ValueError, match="is not a run"):
         main(bug)
-
-
-@pytest.mark.parametrize("columns", [{"tags": "list"}, {"ad": "category"}])
-def test_logs_without_integer_columns_are_trained_on(
-    columns: dict[str, str], tmp_path: Path, config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    lines = []
-    for value in torch.randint(150, (2000,), generator=generator).tolist():
-        cells = {"category": f"v{value}", "list": f"v{value}|v{(value + 1) % 150}"}
-        lines.append(",".join([str(int(value % 3 == 0)), *(cells[kind] for kind in columns.values())]))
-    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
-    named = "\n".join(f'{name} = "{kind}"' for name, kind in columns.items())
-    (tmp_path / "schema.toml").write_text(f'separator = ","\n[columns]\nclick = "label"\n{named}\n')
-    data, run = str(tmp_path / "categories"), str(tmp_path / "run")
-    assert call("preprocess", "--input", tmp_path / "log.csv", "--schema", tmp_path / "schema.toml", "--output", data) == 0
-    settings = [f"data.path={data}", "training.steps=60", "optimizer.lr_cores=0.02", "optimizer.lr_dense=0.02"]
-    assert call("train", "--config", config_file, *settings) == 0
-    capsys.readouterr()
-    assert call("evaluate", "--checkpoint", run, "--data", data) == 0
-    assert json.loads(capsys.readouterr().out)["auc"] > 0.9, "the value alone decides the label"
