@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from comera_rec.report.runs import COLORS, Run, short_name
 
@@ -87,32 +87,6 @@ def _curve(runs: list[Run], kind: str, key: str, reference: float | None) -> str
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     _steps_below(axes)
     return _svg(figure, f"{kind}-{key}")
-
-
-@matplotlib.rc_context(_STYLE)
-def size_against_ne(points: list[tuple[int, str, float, float]]) -> str:
-    """Draw runs by size and NE as SVG, with their Pareto front: the runs for which no other is both smaller and better.
-
-    Args:
-        points: (color, name, bytes, NE) of each run; fewer than two give an empty string.
-    """
-    if len(points) < 2:
-        return ""
-    figure, axes = _figure(6.4, 3.2)
-    for color, name, size, ne in points:
-        axes.plot(size, ne, "o", color=SERIES[color], markersize=7)
-        axes.annotate(name, (size, ne), xytext=(6, 5), textcoords="offset points", fontsize=9, color=INK)
-    front: list[tuple[float, float]] = []
-    for _, _, size, ne in sorted(points, key=lambda point: point[2:]):
-        if not front or ne < front[-1][1]:
-            front.append((size, ne))
-    axes.step(*zip(*front, strict=True), where="post", color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.set_xscale("log")
-    axes.margins(x=0.15, y=0.15)
-    axes.xaxis.set_major_formatter(EngFormatter("B", sep=""))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("bytes of the model")
-    return _svg(figure, "pareto")
 
 
 @matplotlib.rc_context(_STYLE)

@@ -152,7 +152,6 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
     """
     read = read_runs(runs)
     baseline = _baseline(read)
-    points = [(run.color, run.name, run.value("bytes"), run.value("ne")) for run in read]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -166,7 +165,6 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
         highlights=_highlights(read, baseline),
         best_auc=best_auc,
         curves=[(title, Markup(svg)) for title, svg in charts.curves(read, best_auc=best_auc)],
-        pareto=Markup(charts.size_against_ne([point for point in points if all(point[2:])])),
         ranks={id(run): Markup(charts.ranks_over_time(run)) for run in read if len(run.ranks) > 1},
     )
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,7 @@ from comera_rec.ops.served_bags import DTYPES, ServedTable
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
 from comera_rec.recsys.interaction import PairwiseInteraction
 from comera_rec.serving.decompositions import permuted
-from comera_rec.serving.fast import FastTables
-from comera_rec.serving.portable import PortableTables, ServedTables
+from comera_rec.serving.lookups import FastTables, PortableTables, ServedTables
 from comera_rec.serving.tables import served_table
 from comera_rec.tt import contract
 from data_pipeline.errors import UserError
@@ -167,8 +166,8 @@ class _Served(nn.Module):
             if order == list(range(len(self.keys))):
                 yield values, lengths, weights
             else:
-                chosen_KB, *chosen = permuted(torch.tensor(order), lengths_KB, values, weights)
-                yield chosen[0], chosen_KB.flatten(), chosen[1]
+                chosen_KB, ids, ids_weights = permuted(torch.tensor(order), lengths_KB, values, weights)
+                yield ids, chosen_KB.flatten(), ids_weights
 
     def by_name(self, parts: Iterable[Any]) -> dict[str, Any]:
         """Return what groups yield for their features, in the order of the collection's names."""

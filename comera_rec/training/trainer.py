@@ -30,7 +30,7 @@ from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint, save_checkpoint
 from comera_rec.training.config import RunConfig
 from comera_rec.training.evaluation import BestSoFar, evaluate
-from comera_rec.training.log import MetricsLog, Progress, fixed_ranks, off_target, tell
+from comera_rec.training.log import MetricsLog, Progress, off_target, tell
 from comera_rec.training.memory import PeakMemory, keep_freed_memory, return_freed_memory
 from comera_rec.training.model import Schema
 from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
@@ -280,8 +280,6 @@ class Trainer:
             for entry in self.scheduler.history[self.history_written :]:
                 self._log("ranks", **{key: value for key, value in entry.items() if key != "loss"})
             self.history_written = len(self.scheduler.history)
-        elif self.steps == 0 and (ranks := fixed_ranks(self.module)):
-            self._log("ranks", **ranks)
 
     def _log(self, kind: str, **values: Any) -> None:
         if self.log:

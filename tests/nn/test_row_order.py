@@ -12,8 +12,7 @@ from torch import Tensor
 
 import comera_rec as cr
 from comera_rec.nn import TTEmbedding
-from comera_rec.serving.fast import FastTables
-from comera_rec.serving.portable import PortableTables
+from comera_rec.serving.lookups import FastTables, PortableTables
 from comera_rec.serving.tables import served_table
 
 ROWS, DIM = 60, 12

@@ -1,7 +1,7 @@
-"""Lookups with torch's operators alone, so that an exported model runs wherever torch does.
+"""Lookups of exported models: with torch's operators alone, or by an operator whose shared library is exported beside the model.
 
-F features of B bags each, V values, N columns. Every value is looked up in every group of tables, and rows from groups without its
-table are masked out, because an exported program can't split values by feature.
+F features of B bags each, V values, N columns. With torch's operators, every value is looked up in every group of tables, and rows
+from groups without its table are masked out, because an exported program can't split values by feature.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera_rec.ops.served_bags import ServedTable, Slab, least_type, quantize
+from comera_rec.ops.served_bags import Packed, ServedTable, Slab, least_type, pack, quantize, served_bags
 
 
 class ServedTables(nn.Module):
@@ -72,6 +72,28 @@ class ServedTables(nn.Module):
 
     def _by_feature(self, lengths: Tensor) -> Tensor:
         return lengths.view(self.features, lengths.shape[0] // self.features)
+
+
+class FastTables(ServedTables):
+    """Lookups by a single operator, which raises an error for an id out of range."""
+
+    def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
+        super().__init__(tables)
+        self.storage, self.layout, self.slabs = map(nn.Buffer, pack(tables, dtype))
+
+    def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
+        if weights is not None:
+            return super().forward(values, lengths, weights)
+        return self._bags(self.rows_of(values, lengths), lengths)
+
+    def rows(self, values: Tensor, lengths: Tensor) -> Tensor:
+        # Each value is a bag, of its own feature alone.
+        lengths_FV = torch.arange(self.features)[:, None] == self.feature_of(values, lengths)
+        return self._bags(self.rows_of(values, lengths), lengths_FV.long().flatten()).sum(1)
+
+    def _bags(self, values: Tensor, lengths: Tensor) -> Tensor:
+        lead = torch.zeros(lengths.shape[0] // self.features, self.columns)
+        return served_bags(Packed(self.storage, self.layout, self.slabs), lead, values, lengths)[:, 1:]
 
 
 class PortableTables(ServedTables):
