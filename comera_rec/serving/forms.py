@@ -151,8 +151,10 @@ class _Served(nn.Module):
         super().__init__()
         self.keys, self.names = keys, [lookup.name for lookup in lookups]
         self.widths = [lookup.table.columns for lookup in lookups]
-        self.numbers = [[n for n, width in enumerate(self.widths) if width == each] for each in dict.fromkeys(self.widths)]
-        self.orders = [[keys.index(lookups[n].feature) for n in numbers] for numbers in self.numbers]
+        positions = [keys.index(lookup.feature) for lookup in lookups]
+        by_key = sorted(range(len(lookups)), key=positions.__getitem__)
+        self.numbers = [[n for n in by_key if self.widths[n] == width] for width in dict.fromkeys(self.widths)]
+        self.orders = [[positions[n] for n in numbers] for numbers in self.numbers]
         self.groups: Any = nn.ModuleList(tables([lookups[n].table for n in numbers]) for numbers in self.numbers)
 
     def inputs(self, features: KeyedJaggedTensor, is_weighted: bool) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
@@ -183,10 +185,9 @@ class _BagCollection(_Served):
         self.is_weighted = is_weighted
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        bags = [
-            group(*given) for group, given in zip(self.groups, self.inputs(features, self.is_weighted), strict=True)
-        ]  # [B, K, N]
-        if len(bags) == 1:
+        given = self.inputs(features, self.is_weighted)
+        bags = [group(*tensors) for group, tensors in zip(self.groups, given, strict=True)]  # [B, K, N]
+        if self.numbers == [list(range(len(self.names)))]:
             return KeyedTensor(self.names, self.widths, bags[0].flatten(1))
         parts = self.by_name(itertools.chain.from_iterable(each.unbind(1) for each in bags))
         return KeyedTensor(self.names, self.widths, torch.cat(list(parts.values()), dim=1))
