@@ -172,15 +172,6 @@ def test_hot_rows_and_tt_tables_share_one_budget(hot_rows: float | str) -> None:
     assert (row_params > 0) == (hot_rows != 0)
 
 
-def test_auto_gives_rows_less_if_tt_tables_do_not_fit_beside_them() -> None:
-    reached = {
-        hot_rows: [c for c in range(5, 100) if _fits(TableCompression(compression=c, min_rows=100, hot_rows=hot_rows))]
-        for hot_rows in (0, 0.8, "auto")
-    }
-    assert reached["auto"] == reached[0]
-    assert len(reached[0.8]) < len(reached[0])
-
-
 def _fits(config: TableCompression) -> bool:
     try:
         config.table_configs(collection().embedding_bag_configs())

@@ -232,32 +232,21 @@ def test_frozen_modules_keep_their_ranks() -> None:
         RankScheduler(model.requires_grad_(False), optimizer, config)
 
 
-def test_a_module_that_is_frozen_later_is_an_error() -> None:
-    regression = Regression(RankConfig(early_steps=2))
+def test_what_a_schedule_cannot_work_with_is_refused() -> None:
+    config, table = RankConfig(early_steps=2), TTEmbeddingBag(ROWS, DIM, tt_ranks=4)
+    with pytest.raises(ValueError, match="the model has no TT module: swap tables or linear layers before"):
+        RankScheduler(nn.Linear(3, 3), Adam([torch.zeros(1)]), config)
+    for parameters in ([torch.zeros(1)], table.cores(), table.rank_parameters()):
+        with pytest.raises(ValueError, match="is in no parameter group of this Adam: build the optimizer after all swaps"):
+            RankScheduler(table, Adam(parameters), config)
+    regression = Regression(config)
+    assert regression.scheduler.loss(torch.ones(1)).shape == ()
+    with pytest.raises(ValueError, match=r"task_loss has shape \(3,\): give the mean over the batch, a scalar"):
+        regression.scheduler.loss(torch.ones(3))
     regression.run(1)
     regression.model.requires_grad_(False)
     with pytest.raises(ValueError, match="'table' was frozen after the RankScheduler was built: freeze modules before building it"):
         regression.scheduler.step()
-
-
-def test_an_optimizer_without_the_cores_is_refused() -> None:
-    model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=4)})
-    for parameters in ([torch.zeros(1)], model["table"].cores(), model["table"].rank_parameters()):
-        with pytest.raises(ValueError, match="is in no parameter group of this Adam: build the optimizer after all swaps"):
-            RankScheduler(model, Adam(parameters), RankConfig(early_steps=2))
-
-
-def test_a_loss_is_one_number() -> None:
-    scheduler = Regression(RankConfig(early_steps=2)).scheduler
-    assert scheduler.loss(torch.ones(1)).shape == ()
-    with pytest.raises(ValueError, match=r"task_loss has shape \(3,\): give the mean over the batch, a scalar"):
-        scheduler.loss(torch.ones(3))
-
-
-def test_a_model_without_tt_modules_is_refused() -> None:
-    model = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="the model has no TT module: swap tables or linear layers before"):
-        RankScheduler(model, Adam(model.parameters()), RankConfig(early_steps=10))
 
 
 @pytest.mark.parametrize(
