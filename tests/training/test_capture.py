@@ -167,17 +167,6 @@ def test_optimizers_that_cannot_be_captured_are_named() -> None:
             CapturedUpdate(lambda _: torch.zeros(()), optimizer, Any)  # type: ignore[arg-type]
 
 
-def test_a_run_trains_through_graphs(config_file: Path, tmp_path: Path) -> None:
-    ranks = ["ranks.early_steps=6", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=5", "training.steps=24"]
-    eager = Trainer(load_config(config_file, [*ranks, f"output={tmp_path / 'eager'}"]))
-    graphed = Trainer(load_config(config_file, [*ranks, f"output={tmp_path / 'graphed'}"]))
-    recorder: Any = StandIn(lambda: tuple(p.data_ptr() for p in graphed.model.parameters()))
-    graphed.step.update = CapturedUpdate(graphed.step.update, graphed.optimizer, recorder)
-    names = ("loss", "auc", "ne", "params")
-    actual, expected = graphed.train(), eager.train()
-    assert [actual[name] for name in names if name in actual] == [expected[name] for name in names if name in expected]
-
-
 DEMO = [
     "model.embedding_dim=32", "model.dense_arch=[256,128]", "model.over_arch=[256,128]", "linears.tt_ranks=24",
     "linears.min_features=128", "tables.tt_ranks=6", "data.batch_size=256", "training.steps=24",

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from comera_rec import TTEmbeddingBagConfig
 from comera_rec.training.config import load_config, parse_config
-from comera_rec.training.model import Schema, table_configs
+from comera_rec.training.model import Schema
 
 MINIMAL = {"output": "runs/x", "data": {"path": "data"}}
 
@@ -38,14 +37,6 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
     assert load_config(None, ["data.path=data", "output=runs/x", "seed=2"]) == parse_config({**MINIMAL, "seed": 2}), (
         "without a file"
     )
-
-
-def test_named_tables_stay_dense() -> None:
-    schema = Schema(dense=("I1",), sparse={"C1": 20_000, "C2": 20_000})
-    tables = table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C2"]}}), schema)
-    assert [isinstance(table, TTEmbeddingBagConfig) and table.is_tt for table in tables] == [True, False]
-    with pytest.raises(ValueError, match="dense_tables names 'C3', which is no table: choose from 'C1', 'C2'"):
-        table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C3"]}}), schema)
 
 
 def test_differing_columns_are_listed_in_their_order() -> None:
