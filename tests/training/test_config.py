@@ -53,7 +53,7 @@ def test_differing_columns_are_listed_in_their_order() -> None:
         ({"zzz": 1}, r"unknown key zzz; known keys: output, data"),
         ({"data": {"path": "d", "batch_size": 0}}, r"data\.batch_size: Input should be greater than 0, not 0"),
         ({"data": {}}, r"data\.path is missing: set it in the file, or as data\.path=VALUE on the command line"),
-        ({"tables": {"format": "sparse"}}, r"tables\.format: Input should be 'tt', 'dense' or 'off'"),
+        ({"tables": {"format": "sparse"}}, r"tables\.format: Input should be 'tt' or 'dense'"),
         ({"tables": {"tt_ranks": 4, "compression": 9}}, r"tt_ranks 4 and compression 9\.0 are both given"),
         ({"linears": {"tt_ranks": [4, -1, 4]}}, r"tt_ranks is -1: give a positive integer"),
         ({"ranks": {"early_steps": 1, "target_size": 0.5}}, r"a late stage needs both"),
