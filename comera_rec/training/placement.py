@@ -139,8 +139,3 @@ def name_of(device: torch.device) -> str:
         if device.type == "cuda"
         else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     )
-
-
-def available_cores() -> int:
-    """Count the CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

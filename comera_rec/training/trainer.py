@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import platform
 import statistics
 import time
@@ -33,7 +34,7 @@ from comera_rec.training.evaluation import BestSoFar, evaluate
 from comera_rec.training.log import MetricsLog, Progress, off_target, tell
 from comera_rec.training.memory import PeakMemory, keep_freed_memory, return_freed_memory
 from comera_rec.training.model import Schema
-from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
+from comera_rec.training.placement import device_of, name_of, place, whole_model
 from comera_rec.training.runs import CHECKPOINTS, fingerprint, load_teacher, require_fit, require_same_run
 from comera_rec.training.start import StartingVectors
 from comera_rec.training.step import TrainingStep
@@ -88,7 +89,7 @@ class Trainer:
         if self._updates_in_backward():
             update_in_backward_(self.module, self.optimizer)
         # Where torch's threads take all cores, another thread costs more than it saves.
-        if self.device.type == "cpu" and not WORLD.several and torch.get_num_threads() < available_cores():
+        if self.device.type == "cpu" and not WORLD.several and torch.get_num_threads() < len(os.sched_getaffinity(0)):
             collections = [module for module in self.module.modules() if isinstance(module, TTEmbeddingBagCollection)]
 
             def plan_ahead(batch: Batch) -> None:
