@@ -8,7 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torchrec import KeyedJaggedTensor, PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)  # fmt: skip
 
 import comera_rec as cr
 from comera_rec.nn import TTModule
@@ -101,3 +108,22 @@ def test_every_architecture_is_served(
             served, _ = serving_copy(model, arguments, form, "float32")
             assert not any(isinstance(module, TTModule) for module in served.modules())
             torch.testing.assert_close(served(**arguments), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_lookups_of_any_order_and_dimension(form: str, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    """A feature of two tables, one that isn't looked up, and tables of two dimensions, in another order than the batch's keys."""
+    limits = {"a": 50, "unused": 10**6, "b": 40, "c": 30}
+    tables = {"wide": (8, ["c", "a"]), "narrow": (4, ["b", "a"]), "small": (8, ["b"])}
+    sizes = {name: {"name": name, "embedding_dim": dim, "feature_names": used} for name, (dim, used) in tables.items()}
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(num_embeddings=50, **each) for each in sizes.values()])
+    rows = EmbeddingCollection([EmbeddingConfig(num_embeddings=50, **each) for each in sizes.values() if each["name"] != "narrow"])
+    batch = random_jagged(limits, 6)
+    served, _ = serving_copy(bags, {"features": batch}, form, "float32")
+    torch.testing.assert_close(served(batch).to_dict(), bags(batch).to_dict())
+    served, _ = serving_copy(rows, {"features": batch}, form, "float32")
+    expected = rows(batch)
+    for name, found in served(batch).items():
+        torch.testing.assert_close(found.values(), expected[name].values())
+        assert found.lengths().equal(expected[name].lengths())
