@@ -50,7 +50,7 @@ def serving_copy(model: nn.Module, arguments: Mapping[str, Any], form: str, dtyp
     Returns:
         The copy, and what each collection was called with.
     """
-    tables: Tables = lambda chosen: FORMS[form](chosen, DTYPES[dtype])  # noqa: E731
+    tables = partial(FORMS[form], dtype=DTYPES[dtype])
     copied = _replaced(copy.deepcopy(model).cpu().eval(), partial(_replacement, tables=tables, is_fast=form == "fast"), {})
     called: Called = []
 

@@ -1,4 +1,4 @@
-"""The command line, Triton's repository, and tables in serving form."""
+"""Tables, layers and whole models in serving form."""
 
 from __future__ import annotations
 
