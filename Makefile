@@ -30,10 +30,9 @@ demo: install
 	touch $(DEMO)/.demo
 	$(COMERA) synth --rows 500000 --seed 1 --output $(DEMO)/raw/train.txt
 	$(COMERA) preprocess --input $(DEMO)/raw/train.txt --output $(DEMO)/data --min-count 1
-	$(TRAIN) output=$(DEMO)/integers tables.format=off linears.format=dense ranks=none
 	$(TRAIN) output=$(DEMO)/dense tables.format=dense linears.format=dense ranks=none optimizer.lr_tables=0.025
 	$(TRAIN) output=$(DEMO)/compressed
-	$(COMERA) report --run $(DEMO)/dense --run $(DEMO)/compressed --run $(DEMO)/integers \
+	$(COMERA) report --run $(DEMO)/dense --run $(DEMO)/compressed \
 		--truth $(DEMO)/raw/train.truth.json --output $(DEMO)/report.html
 
 # One process per core, up to eight. Files keep their order: those of one long test would otherwise come last, on one process.

@@ -1,8 +1,7 @@
 """Collectives: everything that processes exchange, except for the ids and bags that TorchRec exchanges itself.
 
-processes = Processes()                 # every process of the world; without a process group, this one alone
-loss = processes.mean(loss)
-path = processes.on_first(lambda: latest_checkpoint(folder))
+loss = WORLD.mean(loss)
+path = WORLD.on_first(lambda: latest_checkpoint(folder))
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import atexit
 import gc
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,25 +21,21 @@ from data_pipeline.errors import UserError
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
 class Processes:
-    """The processes of a group. Each of them calls the same methods in the same order; alone, they return at once.
+    """All processes, or this one alone where there is no process group, which may be created later.
 
-    Args:
-        group: None for the world, whose process group may be created later; without one, this process alone.
+    Each process calls the same methods in the same order; alone, they return at once.
     """
-
-    group: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
         """Number of processes."""
-        return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
     def process_rank(self) -> int:
-        """Number of this process in the group, from 0."""
-        return dist.get_rank(self.group) if self.several else 0
+        """Number of this process, from 0."""
+        return dist.get_rank() if self.several else 0
 
     @property
     def several(self) -> bool:
@@ -57,7 +51,7 @@ class Processes:
         """Call `act` on process 0 only; every process returns its result, or raises its error."""
         outcomes = [_outcome(act) if self.is_first else (None, None)]
         if self.several:
-            dist.broadcast_object_list(outcomes, group=self.group, group_src=0)
+            dist.broadcast_object_list(outcomes, group_src=0)
         value: Value = _value(*outcomes[0])
         return value
 
@@ -70,7 +64,7 @@ class Processes:
         if not self.several:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value)
         return values
 
     def merge(self, entries: dict[str, Value]) -> dict[str, Value]:
@@ -88,14 +82,14 @@ class Processes:
             return values
         sizes = self.gather(len(values))
         parts = [values.new_empty(max(sizes)) for _ in sizes]  # all_gather requires equal sizes
-        dist.all_gather(parts, torch.cat([values, values.new_zeros(max(sizes) - len(values))]), group=self.group)
+        dist.all_gather(parts, torch.cat([values, values.new_zeros(max(sizes) - len(values))]))
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum every process's values, entry by entry, without gradient."""
         total = values.detach().clone()
         if self.several:
-            dist.all_reduce(total, group=self.group)
+            dist.all_reduce(total)
         return total
 
     def mean(self, values: Tensor) -> Tensor:
@@ -110,7 +104,7 @@ class Processes:
         """Start the maximum of the processes' values, entry by entry; the returned function waits for the result."""
         if not self.several:
             return lambda: values
-        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, async_op=True)
         assert work is not None
 
         def wait_for_maximum() -> Tensor:
@@ -122,24 +116,6 @@ class Processes:
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any process."""
         return bool(self.max(float(flag)))
-
-    def barrier(self) -> None:
-        """Wait until every process calls this."""
-        if self.several:
-            dist.barrier(group=self.group)
-
-    def require_group(self) -> dist.ProcessGroup:
-        """Return the process group, which must exist."""
-        group = self.group or dist.group.WORLD
-        assert group is not None, "there is no process group"
-        return group
-
-    def separate_group(self) -> Processes:
-        """Return the same processes as a separate gloo group, whose CPU collectives may overlap those of this group."""
-        if not self.several:
-            return self
-        process_ranks = dist.get_process_group_ranks(self.require_group())
-        return Processes(dist.new_group(process_ranks, backend="gloo", use_local_synchronization=True))
 
 
 WORLD = Processes()
@@ -187,7 +163,7 @@ def join_launched(device: torch.device) -> None:
 def leave() -> None:
     """Wait for the other processes, then destroy the group."""
     if WORLD.several:
-        WORLD.barrier()
+        dist.barrier()
         dist.destroy_process_group()
 
 

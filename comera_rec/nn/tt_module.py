@@ -114,10 +114,6 @@ class TTModule(nn.Module):
         """Parameters of the whole dense matrix, also where this module is a shard of it."""
         return self.num_rows * self.num_cols
 
-    def sum_over_shards(self, local: Tensor) -> Tensor:
-        """Sum over shards what each computes from its slices of the first core; identity for a whole matrix."""
-        return local
-
     def scaled_cores(self) -> list[Tensor]:
         """Return the cores with every D_k multiplied into the smaller of its two neighbors."""
         return scaled_cores(self.cores(), self.rank_parameters())

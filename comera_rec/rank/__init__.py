@@ -1,7 +1,6 @@
 """Rank adaptation: the price of size, scores of ranks, the schedule, and truncation."""
 
 from comera_rec.rank.config import RankConfig
-from comera_rec.rank.importance import magnitude_scores, norm_scores
 from comera_rec.rank.param_groups import rank_param_groups
 from comera_rec.rank.penalty import core_norm, size_surrogate
 from comera_rec.rank.scheduler import RankScheduler
@@ -14,8 +13,6 @@ __all__ = [
     "core_norm",
     "count_tt_params",
     "keep_ranks_",
-    "magnitude_scores",
-    "norm_scores",
     "rank_param_groups",
     "size_surrogate",
     "truncate_ranks_",

@@ -1,4 +1,4 @@
-"""Settings of rank adaptation: when ranks shrink, how far, and by which objective and score."""
+"""Settings of rank adaptation: when ranks shrink, how far, and by which objective."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from comera_rec.rank.importance import SCORES
 from data_pipeline.errors import UserError
 
 TARGETS = ("target_size", "target_params", "target_bytes", "target_compression")
@@ -19,10 +18,10 @@ class RankConfig:
     Attributes:
         early_steps: steps of the early stage, which minimizes L + gamma S + beta |G|^2.
         late_steps: steps of the late stage, in which TT modules shrink to the target.
-        objective: objective of the late stage. "budget" minimizes the loss alone and removes the ranks with the lowest score per
-            parameter saved, fast at first and then ever more slowly, so that the final size is just below the target.
-            "achievement" is CoMERA's: it minimizes max{w_loss (L - L0), w_size (S - S0)} + rho (L + S) + beta |G|^2, and the final
-            size may differ from S0.
+        objective: objective of the late stage. "budget" minimizes the loss alone and removes the ranks with the lowest score
+            (`rank.importance`) per parameter saved, fast at first and then ever more slowly, so that the final size is just below
+            the target. "achievement" is CoMERA's: it minimizes max{w_loss (L - L0), w_size (S - S0)} + rho (L + S) +
+            beta |G|^2, and the final size may differ from S0.
         target_size: target parameters of all TT modules, as a fraction of those at the end of the early stage. Give at most one
             target; without one there is no late stage.
         target_params, target_bytes: target parameters or bytes of all TT modules.
@@ -35,8 +34,6 @@ class RankConfig:
         rho: small weight of the sum L + S in "achievement"; it keeps both decreasing.
         threshold: ranks with |D| below it are truncated in the early stage and under "achievement".
         truncate_every: steps between truncations.
-        score: how ranks are compared: "taylor", "norm" or "magnitude" (see `rank.importance`). Default "taylor" for "budget" and
-            "norm" for "achievement", whose price of size would bias the gradients that "taylor" reads.
 
     Raises:
         ValueError: for values out of range, several targets, or a late stage without a target or the reverse.
@@ -57,7 +54,6 @@ class RankConfig:
     rho: float = 0.01
     threshold: float = 0.05
     truncate_every: int = 50
-    score: Literal["taylor", "norm", "magnitude"] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("early_steps", 1), ("late_steps", 0), ("truncate_every", 1)):
@@ -66,12 +62,6 @@ class RankConfig:
                 raise UserError(f"{name} is {value}: give an integer of at least {least}")
         if self.objective not in ("achievement", "budget"):
             raise UserError(f"objective is {self.objective!r}: choose 'achievement' or 'budget'")
-        if self.score not in (None, *SCORES):
-            raise UserError(f"score is {self.score!r}: choose one of {', '.join(map(repr, SCORES))}")
-        if self.score == "taylor" and self.objective == "achievement":
-            raise UserError(
-                "score is 'taylor', which reads gradients that objective 'achievement' biases: choose 'norm', or 'budget'"
-            )
         self._check_targets()
         if self.target_loss is not None and not math.isfinite(self.target_loss):
             raise UserError(f"target_loss is {self.target_loss}: give a finite number")
@@ -94,8 +84,3 @@ class RankConfig:
                 raise UserError(f"{name} is {value!r}: give a positive number")
         if self.target_size is not None and self.target_size > 1:
             raise UserError(f"target_size is {self.target_size}: give a fraction of the early stage's size, at most 1")
-
-    @property
-    def score_used(self) -> str:
-        """Score in use: `score`, or the objective's default."""
-        return self.score or ("taylor" if self.objective == "budget" else "norm")

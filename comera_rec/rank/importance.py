@@ -2,18 +2,10 @@
 
 Rank j of bond k stands for one term T_kj of the matrix, the sum over all paths through it: T_kj = D_k[j] L_k[:, j] R_k[j, :], with
 L_k and R_k contracted from the cores before and after the bond. Any part of its scale may be in the cores, so |D_k[j]| alone says
-little; the scores "norm" and "taylor" depend on T_kj only.
+little. Its score is the mean over steps of (dL/dD_k[j] D_k[j])^2 = <dL/dE, T_kj>^2, to first order the squared change of the loss
+if the term is removed. The score of several ranks is the sum of their scores.
 
-    norm       decrease of the logarithm of the bond's squared norm as the rank is removed, weakest ranks first; the squared norm
-               is the sum of |T_kj|^2 = D_k[j]^2 (L_k^T L_k)[j, j] (R_k R_k^T)[j, j]. Norms are compared only within a bond,
-               because a table's norm grows with its rows; so no matrix vanishes while others can shrink.
-    taylor     mean over steps of (dL/dD_k[j] D_k[j])^2 = <dL/dE, T_kj>^2: squared change of the loss, to first order
-    magnitude  D_k[j]^2, for comparison
-
-The score of several ranks is the sum of their scores. Taylor scores: Molchanov et al., Importance Estimation for Neural Network
-Pruning (CVPR 2019, arXiv 1906.10771), equation 8.
-
-r rank of a bond; a, b ranks before and after a core; m, n its modes.
+Molchanov et al., Importance Estimation for Neural Network Pruning (CVPR 2019, arXiv 1906.10771), equation 8.
 """
 
 from __future__ import annotations
@@ -26,47 +18,7 @@ from torch import Tensor
 from comera_rec.nn import TTModule
 from data_pipeline.errors import UserError
 
-SCORES = ("taylor", "norm", "magnitude")
-NO_GRADIENTS = "score is 'taylor' but step() found no gradients: call it after optimizer.step(), before zero_grad()"
-
-
-def magnitude_scores(module: TTModule) -> list[Tensor]:
-    """Return D_k^2 [r_k] of every bond."""
-    return [rank.detach().double().square().flatten() for rank in module.rank_parameters()]
-
-
-def norm_scores(module: TTModule) -> list[Tensor]:
-    """Return the score "norm" [r_k] of every bond, computed from Gram matrices in time proportional to parameters times a rank."""
-    cores = [core.detach().double() for core in module.cores()]
-    ranks = [rank.detach().double().flatten() for rank in module.rank_parameters()]
-    left = _left_grams(cores, ranks, module.sum_over_shards)
-    right = _left_grams([core.permute(3, 1, 2, 0) for core in reversed(cores)], ranks[::-1])[::-1]
-    bonds = zip(ranks, left, right, strict=True)
-    return [_log_decreases(rank.square() * before.diagonal() * after.diagonal()) for rank, before, after in bonds]
-
-
-def _log_decreases(squares: Tensor) -> Tensor:
-    """Return by how much each square [r] lowers the sum's logarithm when removed, smallest first; 1e-9 of the sum always stays."""
-    ascending, order = squares.sort(stable=True)
-    sums = ascending.flip(0).cumsum(0).flip(0)
-    sums = torch.cat([sums, sums.new_zeros(1)]).clamp_min(1e-9 * squares.sum())
-    decreases = torch.nan_to_num(sums.log().diff().neg())  # not a number where all squares are zero
-    return torch.empty_like(decreases).scatter_(0, order, decreases)
-
-
-def _left_grams(
-    cores: Sequence[Tensor], ranks: Sequence[Tensor], sum_of_first: Callable[[Tensor], Tensor] = lambda gram: gram
-) -> list[Tensor]:
-    """Return L_k^T L_k [r_k, r_k] of every bond k; `sum_of_first` sums the first one over the shards of the first core."""
-    gram_aa, grams = cores[0].new_ones(1, 1), list[Tensor]()
-    for core_amnb, rank_b in zip(cores, ranks, strict=False):
-        weighted_amnb = (gram_aa @ core_amnb.flatten(1)).view(core_amnb.shape)
-        gram_bb = core_amnb.flatten(0, 2).mT @ weighted_amnb.flatten(0, 2)
-        if not grams:
-            gram_bb = sum_of_first(gram_bb)
-        grams.append(gram_bb)
-        gram_aa = rank_b[:, None] * gram_bb * rank_b
-    return grams
+NO_GRADIENTS = "step() found no gradients: call it after optimizer.step(), before zero_grad()"
 
 
 class TaylorScores:
@@ -129,7 +81,3 @@ class TaylorScores:
         """Keep the scores of the ranks that a truncation keeps; a mask per module and bond."""
         if self.mean is not None and masks:
             self.mean = self.mean[torch.cat([mask for bonds in masks for mask in bonds]).to(self.mean.device)]
-
-
-STATIC_SCORES: dict[str, Callable[[TTModule], list[Tensor]]] = {"norm": norm_scores, "magnitude": magnitude_scores}
-"""Scores that need nothing but the module, by name."""

@@ -1,6 +1,12 @@
 """The stages of rank-adaptive training: an early stage with a price on size, then a late stage that shrinks to a target.
 
-CoMERA, section 3.3 (arXiv 2405.14377).
+    early                   L + gamma S + beta |G|^2
+    late, "achievement"     max{w_loss (L - L0), w_size (S - S0)} + rho (L + S) + beta |G|^2
+    late, "budget"          L alone, under a ceiling on the size, which falls to the target
+
+L task loss, S size of all TT modules relative to that at the start of the stage, L0 and S0 their targets, |G|^2 mean square of the
+cores. The first two are CoMERA's (arXiv 2405.14377), sections 3.2 and 3.3 and equation 10: S is the surrogate, and only a threshold
+removes ranks, so whether the final size is S0 depends on the weights, as in the paper.
 """
 
 from __future__ import annotations
@@ -17,9 +23,8 @@ from comera_rec.distributed import WORLD
 from comera_rec.nn import TTModule, named_tt_modules
 from comera_rec.ops.bags.updates import update_kinds
 from comera_rec.rank.config import RankConfig
-from comera_rec.rank.importance import NO_GRADIENTS, STATIC_SCORES, TaylorScores
-from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
-from comera_rec.rank.penalty import size_surrogate
+from comera_rec.rank.importance import NO_GRADIENTS, TaylorScores
+from comera_rec.rank.penalty import core_norm, size_surrogate
 from comera_rec.rank.selection import Masks, above_threshold, within_budget
 from comera_rec.rank.truncation import keep_ranks_, magnitudes_of, require_optimized
 from comera_rec.rank.tt_modules import ModuleSummary, bytes_outside, gather_tt_modules, total_bytes, total_params
@@ -81,7 +86,6 @@ class RankScheduler:
         self.reference_size = 0
         self.target: int | None = None
         self.target_loss = config.target_loss
-        self.objective = None
         self.history: list[dict[str, Any]] = []
         self._taylor = TaylorScores()
         # Running mean of the task loss; NaN before the first finite one. A tensor, so that no step waits for the device.
@@ -95,14 +99,13 @@ class RankScheduler:
 
     # -- the objective ---------------------------------------------------------------------------------------------------------
 
-    def loss(self, task_loss: Tensor, *, accumulation: int = 1) -> Tensor:
+    def loss(self, task_loss: Tensor) -> Tensor:
         """Return the objective of the current stage for a task loss; call `backward` on it.
 
         With several processes, each passes the loss of its samples, and the objective is that of their mean.
 
         Args:
-            task_loss: a scalar, the mean over a batch or, with accumulated gradients, over a micro-batch.
-            accumulation: micro-batches in a step. The result is divided by it, so the price of size is charged once.
+            task_loss: a scalar, the mean over a batch. If the gradients of n of them add up to a step, divide the result by n.
 
         Raises:
             ValueError: if the loss isn't a scalar.
@@ -113,28 +116,27 @@ class RankScheduler:
             task_loss = task_loss.reshape(())
         if WORLD.several and self.stage != "done":
             task_loss = task_loss + (WORLD.mean(task_loss) - task_loss.detach())  # mean of all, gradient of this one
-        self._observe(task_loss.detach(), 0.01 / accumulation)
-        total, self.objective = self._stage_objective().loss(task_loss, list(self._modules.values()))
-        return total if accumulation == 1 else total / accumulation
+        self._observe(task_loss.detach())
+        return self._objective(task_loss)
 
     @property
-    def objective(self) -> str | None:
-        """Part that dominated the last objective, "loss" or "size"; None before the first."""
-        return ("loss", "size")[int(self._objective)] if isinstance(self._objective, Tensor) else self._objective
+    def _prices_size(self) -> bool:
+        """Whether the stage has CoMERA's price of size, and its threshold, below which ranks are truncated."""
+        return self.stage == "early" or (self.stage == "late" and self.config.objective == "achievement")
 
-    @objective.setter
-    def objective(self, value: str | Tensor | None) -> None:
-        self._objective = value
-
-    def _stage_objective(self) -> Objective:
-        facts: dict[str, Any] = {"config": self.config, "reference": self.reference_params, "num_cores": self._num_cores}
-        if self.stage != "late":
-            return Objective(**facts) if self.stage == "done" else Price(**facts)
-        assert self.target is not None
-        facts["target"] = self.target / self.reference_size
-        if self.config.objective == "budget":
-            return Budget(**facts)
-        return Achievement(**facts, target_loss=self.target_loss, elsewhere=self._surrogate_elsewhere())
+    def _objective(self, loss: Tensor) -> Tensor:
+        if not self._prices_size:
+            return loss
+        config, modules = self.config, list(self._modules.values())
+        if self.stage == "early":
+            total = loss + config.gamma * size_surrogate(modules) / self.reference_params if config.gamma else loss
+        else:
+            assert self.target is not None
+            assert self.target_loss is not None, "the early stage sets both"
+            size = (size_surrogate(modules) + self._surrogate_elsewhere()) / self.reference_params
+            gaps = config.w_loss * (loss - self.target_loss), config.w_size * (size - self.target / self.reference_size)
+            total = torch.stack(gaps).max() + config.rho * (loss + size)
+        return total + config.beta * core_norm(modules, self._num_cores) if config.beta else total
 
     def _surrogate_elsewhere(self) -> Tensor | float:
         """Return the size surrogate of the TT modules that are on other processes only."""
@@ -145,10 +147,10 @@ class RankScheduler:
         shared = torch.stack([self._mean_loss.new_zeros(()), *(self._replica_share[name] * size for name, size in sizes.items())])
         return WORLD.sum(shared.sum()) - local_size
 
-    def _observe(self, loss: Tensor, weight: float) -> None:
+    def _observe(self, loss: Tensor) -> None:
         # About the last hundred steps: long enough to smooth batches, short enough to follow training. In place, for CUDA graphs.
         mean = self._mean_loss
-        updated = torch.where(mean.isnan(), loss, mean.lerp(loss.to(mean.dtype), weight))
+        updated = torch.where(mean.isnan(), loss, mean.lerp(loss.to(mean.dtype), 0.01))
         mean.copy_(torch.where(loss.isfinite(), updated, mean))
 
     def _mean_task_loss(self) -> float | None:
@@ -169,7 +171,7 @@ class RankScheduler:
         self.steps += 1
         if self.stage == "done":
             return False
-        if self.stage == "late" and self.config.score_used == "taylor":
+        if self.stage == "late" and not self._prices_size:
             self._taylor.observe(list(self._modules.values()), self._total_of_shares if WORLD.several else None)
         early_ends = self.stage == "early" and self.steps >= self.config.early_steps
         late_ends = self.stage == "late" and self.steps - self.late_start >= self.config.late_steps
@@ -186,16 +188,15 @@ class RankScheduler:
     def _truncate(self, *, last: bool) -> None:
         if frozen := [name for name, module in self._modules.items() if _is_frozen(module)]:
             raise UserError(f"{frozen[0]!r} was frozen after the RankScheduler was built: freeze modules before building it")
-        objective = self._stage_objective()
-        if objective.threshold:
-            summaries = self._summaries({name: magnitudes_of(module) for name, module in self._modules.items()})
-            self._keep(summaries, above_threshold([each.scores for each in summaries.values()], objective.threshold))
-        progress = 1.0 if last else (self.steps - self.late_start) / max(1, self.config.late_steps)
-        if self.stage != "late" or (allowed := objective.ceiling(progress)) is None:
+        if self._prices_size:
+            if self.config.threshold:
+                summaries = self._summaries({name: magnitudes_of(module) for name, module in self._modules.items()})
+                self._keep(summaries, above_threshold([each.scores for each in summaries.values()], self.config.threshold))
             return
-        ceiling = round(allowed * self.reference_size)
-        # Until the last truncation the size stays a tenth above the target, which leaves ranks to choose from to meet it exactly.
         assert self.target is not None
+        progress = 1.0 if last else (self.steps - self.late_start) / self.config.late_steps
+        ceiling = round(allowed_size(progress, self.target / self.reference_size) * self.reference_size)
+        # Until the last truncation the size stays a tenth above the target, which leaves ranks to choose from to meet it exactly.
         if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
             summaries = self._summaries(self._scores())
             shapes, scores = [each.shape for each in summaries.values()], [each.scores for each in summaries.values()]
@@ -215,13 +216,10 @@ class RankScheduler:
         self._taylor.slice_(local_masks)
 
     def _scores(self) -> dict[str, list[Tensor]]:
-        modules = self._modules
-        if self.config.score_used == "taylor":
-            scores = self._taylor.mean
-            if WORLD.several and scores is not None and not float(self._total_of_shares(scores)):
-                raise UserError(NO_GRADIENTS)  # on all processes at once
-            return dict(zip(modules, self._taylor.scores(list(modules.values())), strict=True))
-        return {name: STATIC_SCORES[self.config.score_used](module) for name, module in modules.items()}
+        scores = self._taylor.mean
+        if WORLD.several and scores is not None and not float(self._total_of_shares(scores)):
+            raise UserError(NO_GRADIENTS)  # on all processes at once
+        return dict(zip(self._modules, self._taylor.scores(list(self._modules.values())), strict=True))
 
     def _total_of_shares(self, shares: Tensor) -> Tensor:
         """Sum shares [ranks of this process's modules] over the modules of all processes."""
@@ -294,7 +292,6 @@ class RankScheduler:
             {
                 "step": self.steps,
                 "stage": self.stage,
-                "objective": self.objective,
                 "params": total_params(summaries),
                 "bytes": total_bytes(summaries),
                 "target_params": self.target_params,
@@ -303,7 +300,7 @@ class RankScheduler:
             }
         )
 
-    _STATE = ("stage", "steps", "late_start", "reference_params", "reference_size", "target", "target_loss", "objective")
+    _STATE = ("stage", "steps", "late_start", "reference_params", "reference_size", "target", "target_loss")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain numbers, strings and lists; the ranks themselves are in the model's state dict."""
@@ -324,6 +321,15 @@ class RankScheduler:
         self._taylor.load_by_name(state["taylor"], self._modules)
 
 
+def allowed_size(progress: float, target: float) -> float:
+    """Return the ceiling of "budget" at a progress of 0 to 1 through the late stage, relative to the size at its start.
+
+    S(t) = S0 + (1 - S0)(1 - t)^3: fast at first, while much is redundant. Zhu and Gupta, To Prune, or Not to Prune (arXiv
+    1710.01878), equation 1.
+    """
+    return target + (1 - target) * (1 - progress) ** 3
+
+
 def _is_frozen(module: TTModule) -> bool:
     return not any(parameter.requires_grad for parameter in (*module.cores(), *module.rank_parameters()))
 
@@ -335,10 +341,9 @@ def _require_gradients(modules: Collection[TTModule], config: RankConfig) -> Non
             f"beta is {config.beta}, a penalty on cores, which are updated in backward: a step would update them twice; set beta=0"
         )
     need = None
-    if config.late_steps and config.score_used == "taylor":
-        need = "score 'taylor' needs the gradients of rank parameters"
-    elif config.late_steps and config.objective == "achievement":
-        need = "objective 'achievement' puts a price on rank parameters"
+    if config.late_steps:
+        reads = {"budget": "reads the gradients of", "achievement": "puts a price on"}[config.objective]
+        need = f"objective {config.objective!r} {reads} rank parameters"
     elif config.gamma:
         need = f"gamma is {config.gamma}, a price on rank parameters"
     if need and any(hasattr(rank, "_in_backward_optimizers") for module in modules for rank in module.rank_parameters()):

@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from comera_rec.report.runs import COLORS, Run, short_name
 
@@ -42,13 +42,14 @@ _STYLE: Any = {
 
 
 def curves(runs: list[Run], *, best_auc: float | None) -> list[tuple[str, str]]:
-    """Draw loss, validation NE and AUC, time per step and memory over steps, as (title, SVG); skip those that no run has."""
+    """Draw loss, validation NE and AUC, time, memory and size over steps, as (title, SVG); skip those that no run has."""
     panels = [
         ("Training loss, smoothed", "train", "loss"),
         ("Validation NE, lower is better", "val", "ne"),
-        ("Validation AUC, higher is better", "val", "auc"),
+        (f"Validation AUC, higher is better{'; dashed: best possible' if best_auc else ''}", "val", "auc"),
         ("Milliseconds per step, smoothed", "train", "step_ms"),
         ("Peak memory in MiB, smoothed", "train", "memory_mib"),
+        ("Parameters of TT modules; dashed: target", "ranks", "params"),
     ]
     drawn = [(title, _curve(runs, kind, key, best_auc if key == "auc" else None)) for title, kind, key in panels]
     return [(title, svg) for title, svg in drawn if svg]
@@ -57,73 +58,35 @@ def curves(runs: list[Run], *, best_auc: float | None) -> list[tuple[str, str]]:
 @matplotlib.rc_context(_STYLE)
 def _curve(runs: list[Run], kind: str, key: str, reference: float | None) -> str:
     figure, axes = _figure(6.4, 3.2)
-    shown: list[float] = []
+    shown = [] if reference is None else [reference]
+    dashed: Any = {"linewidth": 1.2, "linestyle": (0, (4, 3))}
     for run in runs:
         lines = [line for line in getattr(run, kind) if np.isfinite(line.get(key, np.nan))]
-        if not lines:
+        if not lines or (kind == "ranks" and len(lines) == 1):  # a size that never changes
             continue
-        steps, values = np.array([line["step"] for line in lines]), np.array([line[key] for line in lines])
-        smooth = _smooth(values) if kind == "train" else values
-        if kind == "train":
-            axes.plot(steps, values, color=SERIES[run.color], alpha=0.2, linewidth=1)
-        axes.plot(steps, smooth, color=SERIES[run.color], marker="o" if kind == "val" else None, markersize=4)
+        color, steps, values = SERIES[run.color], [line["step"] for line in lines], np.array([line[key] for line in lines])
         # The first steps' losses are many times larger than the rest; drawn to scale, they would flatten the curves.
         shown += list(values[len(values) // 10 if kind == "train" else 0 :])
-    if not shown:
+        if kind == "train":
+            axes.plot(steps, values, color=color, alpha=0.2, linewidth=1)
+            axes.plot(steps, _smooth(values), color=color)
+        elif kind == "val":
+            axes.plot(steps, values, color=color, marker="o", markersize=4)
+        else:
+            axes.step([*steps, max(run.step, steps[-1])], [*values, values[-1]], where="post", color=color)
+            shown.append(0)
+            if target := lines[-1].get("target_params"):
+                axes.axhline(target, color=color, **dashed)
+    if not axes.lines:
         return ""
-    shown += [] if reference is None else [reference]
-    low, high = min(shown), max(shown)
-    margin = 0.06 * (high - low) or 0.01
-    axes.set_ylim(low - margin, high + margin)
+    margin = 0.06 * (max(shown) - min(shown)) or 0.01
+    axes.set_ylim(min(shown) - margin, max(shown) + margin)
     if reference is not None:
-        axes.axhline(reference, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.axhline(reference, color=MUTED, **dashed)
+    if kind == "ranks":
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     _steps_below(axes)
     return _svg(figure, f"{kind}-{key}")
-
-
-@matplotlib.rc_context(_STYLE)
-def model_size(runs: list[Run]) -> str:
-    """Draw the TT modules' parameters over steps as SVG, with the target as a dashed line; empty if no run's size changes."""
-    adapting = [run for run in runs if len(run.ranks) > 1]
-    if not adapting:
-        return ""
-    figure, axes = _figure(6.4, 3.2)
-    for run in adapting:
-        steps, params = [line["step"] for line in run.ranks], [line["params"] for line in run.ranks]
-        last = max([run.ranks[-1]["step"], *(line["step"] for line in run.train)])
-        axes.step([*steps, last], [*params, params[-1]], where="post", color=SERIES[run.color])
-        if target := run.ranks[-1].get("target_params"):
-            axes.axhline(target, color=SERIES[run.color], linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    _steps_below(axes)
-    return _svg(figure, "size")
-
-
-@matplotlib.rc_context(_STYLE)
-def size_against_ne(points: list[tuple[int, str, float, float]]) -> str:
-    """Draw runs by size and NE as SVG, with their Pareto front: the runs for which no other is both smaller and better.
-
-    Args:
-        points: (color, name, bytes, NE) of each run; fewer than two give an empty string.
-    """
-    if len(points) < 2:
-        return ""
-    figure, axes = _figure(6.4, 3.2)
-    for color, name, size, ne in points:
-        axes.plot(size, ne, "o", color=SERIES[color], markersize=7)
-        axes.annotate(name, (size, ne), xytext=(6, 5), textcoords="offset points", fontsize=9, color=INK)
-    front: list[tuple[float, float]] = []
-    for _, _, size, ne in sorted(points, key=lambda point: point[2:]):
-        if not front or ne < front[-1][1]:
-            front.append((size, ne))
-    axes.step(*zip(*front, strict=True), where="post", color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.set_xscale("log")
-    axes.margins(x=0.15, y=0.15)
-    axes.xaxis.set_major_formatter(EngFormatter("B", sep=""))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("bytes of the model")
-    return _svg(figure, "pareto")
 
 
 @matplotlib.rc_context(_STYLE)
@@ -150,44 +113,18 @@ def ranks_over_time(run: Run) -> str:
         if i == 0 or stage != stages[i - 1]:
             axes.text(steps[i], -0.75, stage, fontsize=9.5, color=MUTED, ha="left", va="bottom")
             axes.axvline(steps[i], color=MUTED, linewidth=0.8, zorder=1.5)
-    _name_rows(axes, [short_name(layer) for layer in layers])
+    axes.set_yticks(range(len(layers)), [short_name(layer) for layer in layers])
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
+    axes.set_ylim(len(layers) - 0.4, -0.7)
     axes.set_xlim(steps[0], end)
     axes.grid(False)
     _steps_below(axes)
     return _svg(figure, f"ranks-{run.color}")
 
 
-@matplotlib.rc_context(_STYLE)
-def table_bytes(run: Run) -> str:
-    """Draw two bars per TT table on a logarithmic axis as SVG, its bytes when dense and as TT table; empty without TT tables."""
-    tables = [layer for layer in run.layers if layer["kind"] == "table" and layer["format"] == "tt"]
-    if not tables:
-        return ""
-    figure, axes = _figure(14, 0.7 + 0.36 * len(tables))
-    rows = np.arange(len(tables))
-    axes.barh(rows - 0.19, [table["dense_bytes"] for table in tables], height=0.36, color=SERIES[0], alpha=0.45)
-    axes.barh(rows + 0.19, [max(table["bytes"], 1) for table in tables], height=0.36, color=SERIES[run.color or 1])
-    for row, table in zip(rows, tables, strict=True):
-        text = f"{table['ratio']:,.1f}x" if table["bytes"] else "gone"
-        axes.text(1.02 * max(table["bytes"], 1), row + 0.19, text, va="center", fontsize=9, color=INK)
-    axes.set_xscale("log")
-    axes.set_xlim(left=max(1, min(table["bytes"] for table in tables) / 4))
-    _name_rows(axes, [table["label"] for table in tables])
-    axes.grid(axis="y", visible=False)
-    axes.xaxis.set_major_formatter(EngFormatter("B", sep=""))
-    axes.set_xlabel("bytes")
-    return _svg(figure, f"tables-{run.color}")
-
-
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
-
-
-def _name_rows(axes: Axes, names: list[str]) -> None:
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
-    axes.set_ylim(len(names) - 0.4, -0.7)
 
 
 def _steps_below(axes: Axes) -> None:

@@ -111,8 +111,6 @@ def _cell(column: Column, run: Run, baseline: Run | None) -> tuple[str, str]:
     value = run.value(column.key)
     if value is None:
         return "-", ""
-    if column.key == "table_bytes" and run.value("dense_table_bytes") == 0:
-        return "none", ""
     reference = baseline.value(column.key) if baseline and baseline is not run else None
     return column.text(value), column.relative(value, reference) if value and reference else ""
 
@@ -154,7 +152,6 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
     """
     read = read_runs(runs)
     baseline = _baseline(read)
-    points = [(run.color, run.name, run.value("bytes"), run.value("ne")) for run in read]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -168,9 +165,6 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
         highlights=_highlights(read, baseline),
         best_auc=best_auc,
         curves=[(title, Markup(svg)) for title, svg in charts.curves(read, best_auc=best_auc)],
-        sizes=Markup(charts.model_size(read)),
-        pareto=Markup(charts.size_against_ne([point for point in points if all(point[2:])])),
-        tables={id(run): Markup(charts.table_bytes(run)) for run in read},
         ranks={id(run): Markup(charts.ranks_over_time(run)) for run in read if len(run.ranks) > 1},
     )
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -180,12 +174,10 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
 
 def _highlights(runs: list[Run], baseline: Run | None) -> list[tuple[str, str, str]]:
     """Compare the smallest finished run with the baseline: (number, what it is, detail)."""
-    finished = [run for run in runs if run.result and run is not baseline]
+    finished = [run for run in runs if run.value("table_bytes") and run is not baseline]
     if not baseline or not baseline.result or not finished:
         return []
-    best = min((run for run in finished if run.value("table_bytes")), key=lambda run: run.value("bytes"), default=None)
-    if best is None:
-        return []
+    best = min(finished, key=lambda run: run.value("bytes"))
 
     def pair(key: str) -> tuple[float, float]:
         return best.value(key) or math.nan, baseline.value(key) or math.nan

@@ -6,7 +6,8 @@ B batch size, K keys of a batch, V ids, N embedding dimension.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,8 +26,7 @@ from comera_rec.ops.served_bags import DTYPES, ServedTable
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
 from comera_rec.recsys.interaction import PairwiseInteraction
 from comera_rec.serving.decompositions import permuted
-from comera_rec.serving.fast import FastTables
-from comera_rec.serving.portable import PortableTables, ServedTables
+from comera_rec.serving.lookups import FastTables, PortableTables, ServedTables
 from comera_rec.serving.tables import served_table
 from comera_rec.tt import contract
 from data_pipeline.errors import UserError
@@ -35,9 +35,7 @@ FORMS: dict[str, type[PortableTables | FastTables]] = {"portable": PortableTable
 COLLECTIONS = (
     TTEmbeddingBagCollection, TTEmbeddingCollection, EmbeddingBagCollection, FusedEmbeddingBagCollection, EmbeddingCollection,
 )  # fmt: skip
-Tables = Callable[[Sequence[ServedTable | None]], ServedTables]
-
-
+Tables = Callable[[Sequence[ServedTable]], ServedTables]
 Called = list[tuple[KeyedJaggedTensor, nn.Module]]
 
 
@@ -52,7 +50,7 @@ def serving_copy(model: nn.Module, arguments: Mapping[str, Any], form: str, dtyp
     Returns:
         The copy, and what each collection was called with.
     """
-    tables: Tables = lambda chosen: FORMS[form](chosen, DTYPES[dtype])  # noqa: E731
+    tables = partial(FORMS[form], dtype=DTYPES[dtype])
     copied = _replaced(copy.deepcopy(model).cpu().eval(), partial(_replacement, tables=tables, is_fast=form == "fast"), {})
     called: Called = []
 
@@ -141,43 +139,42 @@ def _collection(module: nn.Module, keys: list[str], tables: Tables) -> nn.Module
         source = collection.tt_bag(config.name) if is_tt else weights[config.name]
         table = served_table(source, mean=is_pooled and config.pooling == PoolingType.MEAN)
         lookups += [_Lookup(name, table, feature) for name, feature in zip(names, config.feature_names, strict=True)]
-    groups, places = _grouped(lookups)
-    parts = keys, lookups, [tables([group.get(key) for key in keys]) for group in groups], places
     if is_pooled:
-        return _BagCollection(*parts, is_weighted=made.is_weighted())
-    return _RowCollection(*parts, need_indices=made.need_indices())
-
-
-def _grouped(lookups: Sequence[_Lookup]) -> tuple[list[dict[str, ServedTable]], list[int]]:
-    """Divide lookups into groups of one dimension, with at most one table for each feature; return the groups and each one's."""
-    groups, places = list[dict[str, ServedTable]](), list[int]()
-    for _, table, feature in lookups:
-        fitting = (
-            g for g, group in enumerate(groups) if feature not in group and next(iter(group.values())).columns == table.columns
-        )
-        places.append(next(fitting, len(groups)))
-        if places[-1] == len(groups):
-            groups.append({})
-        groups[places[-1]][feature] = table
-    return groups, places
+        return _BagCollection(keys, lookups, tables, is_weighted=made.is_weighted())
+    return _RowCollection(keys, lookups, tables, need_indices=made.need_indices())
 
 
 class _Served(nn.Module):
-    """A collection in serving form."""
+    """A collection in serving form: lookups of one dimension form a group."""
 
-    def __init__(self, keys: list[str], lookups: Sequence[_Lookup], groups: Sequence[ServedTables], places: Sequence[int]) -> None:
+    def __init__(self, keys: list[str], lookups: Sequence[_Lookup], tables: Tables) -> None:
         super().__init__()
         self.keys, self.names = keys, [lookup.name for lookup in lookups]
         self.widths = [lookup.table.columns for lookup in lookups]
-        self.groups: Any = nn.ModuleList(groups)
-        # The group, and the position among its features, of each lookup.
-        self.places = [(g, keys.index(lookup.feature)) for g, lookup in zip(places, lookups, strict=True)]
-        self.is_ordered = self.places == [(0, k) for k in range(len(keys))]
+        positions = [keys.index(lookup.feature) for lookup in lookups]
+        by_key = sorted(range(len(lookups)), key=positions.__getitem__)
+        self.numbers = [[n for n in by_key if self.widths[n] == width] for width in dict.fromkeys(self.widths)]
+        self.orders = [[positions[n] for n in numbers] for numbers in self.numbers]
+        self.groups: Any = nn.ModuleList(tables([lookups[n].table for n in numbers]) for numbers in self.numbers)
 
-    def inputs(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+    def inputs(self, features: KeyedJaggedTensor, is_weighted: bool) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yield values, lengths and weights of the features of each group."""
         if list(features.keys()) != self.keys:
             raise UserError(f"a collection is called with keys {list(features.keys())}, with the sample batch {self.keys}")
-        return features.values().long(), features.lengths().long()
+        values, lengths = features.values().long(), features.lengths().long()
+        weights = features.weights() if is_weighted else None
+        lengths_KB = lengths.view(len(self.keys), lengths.shape[0] // len(self.keys))
+        for order in self.orders:
+            if order == list(range(len(self.keys))):
+                yield values, lengths, weights
+            else:
+                chosen_KB, ids, ids_weights = permuted(torch.tensor(order), lengths_KB, values, weights)
+                yield ids, chosen_KB.flatten(), ids_weights
+
+    def by_name(self, parts: Iterable[Any]) -> dict[str, Any]:
+        """Return what groups yield for their features, in the order of the collection's names."""
+        ordered = dict(zip(itertools.chain.from_iterable(self.numbers), parts, strict=True))
+        return {name: ordered[n] for n, name in enumerate(self.names)}
 
 
 class _BagCollection(_Served):
@@ -188,11 +185,12 @@ class _BagCollection(_Served):
         self.is_weighted = is_weighted
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        values, lengths = self.inputs(features)
-        weights = features.weights() if self.is_weighted else None
-        bags = [group(values, lengths, weights) for group in self.groups]  # [B, K, N]
-        joined = bags[0].flatten(1) if self.is_ordered else torch.cat([bags[g][:, k] for g, k in self.places], dim=1)
-        return KeyedTensor(self.names, self.widths, joined)
+        given = self.inputs(features, self.is_weighted)
+        bags = [group(*tensors) for group, tensors in zip(self.groups, given, strict=True)]  # [B, K, N]
+        if self.numbers == [list(range(len(self.names)))]:
+            return KeyedTensor(self.names, self.widths, bags[0].flatten(1))
+        parts = self.by_name(itertools.chain.from_iterable(each.unbind(1) for each in bags))
+        return KeyedTensor(self.names, self.widths, torch.cat(list(parts.values()), dim=1))
 
 
 class _RowCollection(_Served):
@@ -203,18 +201,17 @@ class _RowCollection(_Served):
         self.need_indices = need_indices
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        values, lengths = self.inputs(features)
-        lengths_KB = lengths.view(len(self.keys), lengths.shape[0] // len(self.keys))
-        counts = lengths_KB.sum(1)
-        rows = [group.rows(values, lengths) for group in self.groups]
-        found = {}
-        for name, (g, k) in zip(self.names, self.places, strict=True):
-            index = torch.arange(values.shape[0])
-            if len(self.keys) > 1:
-                index = counts[:k].sum() + torch.arange(counts[k].item())
-            ids = values[index] if self.need_indices else None
-            found[name] = JaggedTensor(rows[g][index], lengths=lengths_KB[k], weights=ids)
-        return found
+        found = []
+        for group, order, (values, lengths, _) in zip(self.groups, self.orders, self.inputs(features, False), strict=True):
+            rows, lengths_KB = group.rows(values, lengths), lengths.view(len(order), lengths.shape[0] // len(order))
+            counts = lengths_KB.sum(1)
+            for k in range(len(order)):
+                index = torch.arange(values.shape[0])
+                if len(order) > 1:
+                    index = counts[:k].sum() + torch.arange(counts[k].item())
+                ids = values[index] if self.need_indices else None
+                found.append(JaggedTensor(rows[index], lengths=lengths_KB[k], weights=ids))
+        return self.by_name(found)
 
 
 class _Rows(nn.Module):

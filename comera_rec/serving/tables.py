@@ -1,11 +1,11 @@
 """Conversion of trained tables to the form used for serving.
 
-M rows, N columns of a table, h rows that are formed in advance.
+M rows, N columns of a table.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
 
 import torch
 from torch import Tensor
@@ -24,11 +24,17 @@ def served_table(weights: TTTable | Tensor, *, name: str = "", mean: bool = Fals
         return ServedTable(name=name, rows=len(formed), columns=formed.shape[1], mean=mean, formed=formed)
     cores, slabs = _folded(weights)
     rows, columns = weights.num_embeddings, weights.embedding_dim
-    formed = torch.empty(0, columns)
-    table = ServedTable(
+    wide = list(itertools.takewhile(lambda slab: slab.rows.shape[1] >= _WIDE * columns, slabs))
+    added = [slab.rows @ slab.columns for slab in wide]
+    formed = torch.cat([torch.empty(0, columns), *added])
+    if wide:
+        formed += first_rows([core.permute(1, 0, 3, 2) for core in cores], weights.shape.row_shape, len(formed), columns)
+        slabs = (*(Slab(rows=slab.rows[:, :0], columns=slab.columns[:0]) for slab in wide), *slabs[len(wide) :])
+    if len(formed) == rows:
+        cores, slabs = (), ()
+    return ServedTable(
         name=name, rows=rows, columns=columns, mean=mean, formed=formed, cores=cores, slabs=slabs, row_order=weights.lookup_order
     )
-    return with_formed(table, sum(len(slab.rows) for slab in slabs if slab.rows.shape[1] >= _WIDE * columns))
 
 
 def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
@@ -49,22 +55,3 @@ def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
         rows, projection, scale = (part.detach().float() for part in block.block())
         slabs.append(Slab(rows=rows[0, :, 0].contiguous(), columns=scale.view(-1, 1) * projection[:, 0, :, 0]))
     return tuple(core.permute(1, 0, 3, 2).contiguous() for core in cores), tuple(slabs)
-
-
-def with_formed(table: ServedTable, count: int) -> ServedTable:
-    """Return the table with its first `count` rows formed in advance; slabs covered by them become empty."""
-    count = min(count, table.rows)
-    if count <= len(table.formed):
-        return table
-    rows = first_rows([core.permute(1, 0, 3, 2) for core in table.cores], table.row_modes, count, table.columns).contiguous()
-    rows[: len(table.formed)] = table.formed
-    slabs, first = [], 0
-    for slab in table.slabs:
-        begin, beyond = max(first, len(table.formed)), first + len(slab.rows)
-        if begin < count:
-            rows[begin:beyond] += slab.rows[begin - first : count - first] @ slab.columns
-        slabs.append(slab if beyond > count else Slab(rows=slab.rows[:, :0], columns=slab.columns[:0]))
-        first = beyond
-    if count == table.rows:
-        return replace(table, formed=rows, cores=(), slabs=())
-    return replace(table, formed=rows, slabs=tuple(slabs))

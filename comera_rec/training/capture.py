@@ -2,7 +2,7 @@
 
     update = CapturedUpdate(update, optimizer, CudaRecorder(device))
     for batch in batches:
-        loss = update([batch])
+        loss = update(batch)
 
 The first calls run eagerly, because lookups and optimizers allocate their state in their first steps; then a call is captured and
 replayed, and the next ones only copy their batches and replay.
@@ -65,7 +65,7 @@ class CapturedUpdate:
     Batches whose shapes change every time therefore run eagerly.
 
     Args:
-        update: parts of a batch -> their loss. Python values in it stay as they were when captured; it must not wait for the
+        update: batch -> its loss. Python values in it stay as they were when captured; it must not wait for the
             device.
         optimizer: the model's optimizer, made with `fused=True` or `capturable=True`. If the learning rate follows a schedule, make
             it a tensor, which a graph reads in every step.
@@ -75,7 +75,7 @@ class CapturedUpdate:
         ValueError: if the optimizer can't be captured, or several processes train together.
     """
 
-    def __init__(self, update: Callable[[list[Batch]], Tensor], optimizer: Optimizer, recorder: CudaRecorder) -> None:
+    def __init__(self, update: Callable[[Batch], Tensor], optimizer: Optimizer, recorder: CudaRecorder) -> None:
         if WORLD.several:
             raise UserError("capture is on and several processes train together: set training.capture=false")
         for group in optimizer.param_groups:
@@ -91,26 +91,25 @@ class CapturedUpdate:
         """Forget the graph; call it after parameters or optimizer state were replaced, by truncated ranks or a loaded state."""
         self._last_layout: Hashable = None
         self._repeats = 0  # calls in a row with that layout
-        self._parts: list[Batch] | None = None  # the graph's buffers
+        self._batch: Batch | None = None  # the graph's buffers
         self._loss: Tensor | None = None
 
-    def __call__(self, parts: list[Batch]) -> Tensor:
-        """Update the model; return the loss, which stays on the device. The parts' memory may become the graph's."""
-        layout = tuple(map(_layout, parts)), tuple(_constant(group["lr"]) for group in self._optimizer.param_groups)
+    def __call__(self, batch: Batch) -> Tensor:
+        """Update the model; return the loss, which stays on the device. The batch's memory may become the graph's."""
+        layout = _layout(batch), tuple(_constant(group["lr"]) for group in self._optimizer.param_groups)
         if layout != self._last_layout:
             self.reset()
             self._last_layout = layout
-        if self._parts is None:
+        if self._batch is None:
             self._repeats += 1
             if self._repeats <= WARMUP:
-                return self._recorder.run(lambda: self._update(parts))
-            self._parts = parts
+                return self._recorder.run(lambda: self._update(batch))
+            self._batch = batch
             with _capturable(self._optimizer):
-                self._loss = self._recorder.capture(lambda: self._update(parts))
+                self._loss = self._recorder.capture(lambda: self._update(batch))
         else:
-            for buffer, new in zip(self._parts, parts, strict=True):
-                for tensor, value in zip(_tensors(buffer), _tensors(new), strict=True):
-                    tensor.copy_(value, non_blocking=True)
+            for tensor, value in zip(_tensors(self._batch), _tensors(batch), strict=True):
+                tensor.copy_(value, non_blocking=True)
         self._recorder.replay()
         assert self._loss is not None
         return self._loss.clone()  # the next replay writes over it

@@ -3,20 +3,19 @@
     checkpoints/step_00001000/      torch.distributed.checkpoint's files, a part from each process
         record.json                 numbers, strings, lists and dictionaries; the format; checksums of the files
 
-Any number of processes can load a checkpoint, whatever number saved it.
+Any number of processes can load a checkpoint, whatever number saved it. Loading runs no code from it, as it may be from elsewhere.
 """
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import pickle
 import shutil
+import tempfile
 import warnings
 import zlib
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,29 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from comera_rec.distributed import WORLD, Processes
-from comera_rec.training.checkpoint_reader import Checkpoint, cause_of, file_of
+from comera_rec.distributed import WORLD
 from data_pipeline.atomic import replacing, sync
 from data_pipeline.errors import UserError
 
 _FORMAT = 2
 _TEMPORARY = ".partial"
 _RECORD = "record.json"
+# What torch writes into .metadata of tensors, by module; these only hold or look up values.
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # raised on a single process
 
@@ -49,14 +60,45 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return torch.from_dlpack(data.detach()) if 0 < data.nbytes < data.untyped_storage().nbytes() else data
 
 
-def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], processes: Processes) -> None:
+def save_checkpoint(
+    folder: Path, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, keep: int = 2, kept_step: int | None = None
+) -> None:
+    """Write the state of a step, then delete all but the newest checkpoints and what a killed process left half-written.
+
+    With several processes, each calls this at the same step. The record of process 0 is saved, and the tensors of all processes.
+    Where there is a checkpoint of the step already, its record is replaced; its tensors stay, because they follow from the step.
+
+    Args:
+        folder: folder of the checkpoints, created if needed; only one run writes to it.
+        record: numbers, strings, and dictionaries and lists of them.
+        tensors: by name; tensors sharded over processes are DTensors or ShardedTensors.
+        keep: number of newest checkpoints to keep, at least 1.
+        kept_step: step whose checkpoint is kept, too.
+
+    Raises:
+        OSError: on every process, if one of them lacks space or permission to write; earlier checkpoints stay untouched.
+    """
+    path = folder / _name(step)
+    try:
+        WORLD.on_first(lambda: _clear(folder))
+        if WORLD.on_first(path.exists):
+            WORLD.on_first(lambda: _write_record(path, record, json.loads((path / _RECORD).read_text())["checksums"]))
+        else:
+            _write(path, record, tensors)
+        WORLD.on_first(lambda: _remove_older(path, keep, kept_step))
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch turns a failed write into a RuntimeError
+        WORLD.on_first(lambda: shutil.rmtree(path.with_suffix(_TEMPORARY), ignore_errors=True))
+        raise OSError(
+            f"cannot write checkpoint {path} ({_reason(error)}); free some space or choose another output folder"
+        ) from error
+
+
+def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(_TEMPORARY)
     writer = dcp.FileSystemWriter(temporary)  # syncs its files
-    dcp.save(
-        dict(tensors), storage_writer=writer, planner=_SavePlanner(), process_group=processes.group, no_dist=not processes.several
-    )
-    pattern = f"__{processes.process_rank}_*"
-    checksums = processes.on_each(lambda: {file.name: _checksum(file) for file in temporary.glob(pattern)})
+    dcp.save(dict(tensors), storage_writer=writer, planner=_SavePlanner(), no_dist=not WORLD.several)
+    pattern = f"__{WORLD.process_rank}_*"
+    checksums = WORLD.on_each(lambda: {file.name: _checksum(file) for file in temporary.glob(pattern)})
 
     def finish() -> None:
         merged = {name: checksum for local in checksums for name, checksum in local.items()}
@@ -64,77 +106,13 @@ def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], proce
         temporary.rename(path)
         sync(path.parent)  # or a power cut may undo the rename
 
-    processes.on_first(finish)
+    WORLD.on_first(finish)
 
 
 def _write_record(folder: Path, record: dict[str, Any], checksums: dict[str, int]) -> None:
     saved = {"format": _FORMAT, "record": record, "record_checksum": _json_checksum(record), "checksums": checksums}
     with replacing(folder / _RECORD) as beside:
         beside.write_text(json.dumps(saved))
-
-
-class CheckpointWriter:
-    """Writes a run's checkpoints, one at a time. With several processes, each calls the same methods at the same step.
-
-    Args:
-        folder: folder of the checkpoints, created if needed; only one run writes to it.
-        keep: number of newest checkpoints to keep, at least 1.
-        asynchronous: let `save` return as soon as the tensors are copied (in memory, for as long as the write takes); a thread
-            writes, in a separate process group. A write that failed shows in `failed`, and is raised by the next `wait` or `save`.
-    """
-
-    def __init__(self, folder: Path, *, keep: int = 2, asynchronous: bool = False) -> None:
-        self._folder, self._keep = folder, keep
-        self._processes = WORLD.separate_group() if asynchronous else WORLD
-        self._thread = ThreadPoolExecutor(1, "CheckpointWriter") if asynchronous else None
-        self._writing: Future[None] | None = None
-
-    def save(self, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, kept_step: int | None = None) -> None:
-        """Write the state of a step, then delete all but the newest checkpoints and what a killed process left half-written.
-
-        The record of process 0 is saved, and the tensors of all processes. If there is a checkpoint of the step already, its record
-        is replaced; its tensors stay, because those of a run follow from the step.
-
-        Args:
-            record: numbers, strings, and dictionaries and lists of them.
-            tensors: by name; tensors sharded over processes are DTensors or ShardedTensors.
-            kept_step: step whose checkpoint is kept, too.
-
-        Raises:
-            OSError: on every process, if one of them lacks space or permission to write; earlier checkpoints stay untouched.
-        """
-        self.wait()
-        if self._thread is None:
-            self._save(step, record, tensors, kept_step)
-        else:
-            copies = BlockingAsyncStager().stage(dict(tensors))
-            self._writing = self._thread.submit(self._save, step, copy.deepcopy(record), copies, kept_step)
-
-    def _save(self, step: int, record: dict[str, Any], tensors: Mapping[str, Any], kept_step: int | None) -> None:
-        path, on_first = self._folder / _name(step), self._processes.on_first
-        try:
-            on_first(lambda: _clear(path.parent))
-            if on_first(path.exists):
-                on_first(lambda: _write_record(path, record, json.loads((path / _RECORD).read_text())["checksums"]))
-            else:
-                _write(path, record, tensors, self._processes)
-            on_first(lambda: _remove_older(path, self._keep, kept_step))
-        except (OSError, RuntimeError, CheckpointException) as error:  # torch turns a failed write into a RuntimeError
-            on_first(lambda: shutil.rmtree(path.with_suffix(_TEMPORARY), ignore_errors=True))
-            raise OSError(
-                f"cannot write checkpoint {path} ({_reason(error)}); free some space or choose another output folder"
-            ) from error
-
-    @property
-    def failed(self) -> bool:
-        """Whether the current write has failed."""
-        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
-
-    def wait(self) -> None:
-        """Wait until nothing is being written; if the write failed, raise its error, once."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -146,6 +124,66 @@ def checkpoint_at(folder: str | Path, step: int) -> Path | None:
     """Return the checkpoint of a step, or None if there is none."""
     path = Path(folder) / _name(step)
     return path if path.exists() else None
+
+
+class Checkpoint:
+    """A checkpoint that exists and is not damaged. Tensors stay in its files until they are used; loading runs no code from them.
+
+    Attributes:
+        record: what was saved beside the tensors.
+        sizes: sizes of the whole tensors, by name.
+    """
+
+    def __init__(self, path: Path, record: dict[str, Any]) -> None:
+        self.record = record
+        self._path = path
+        entries: dict[str, Any] = dict(_Reader(path).read_metadata().state_dict_metadata)
+        self._entries = entries
+        self.sizes: dict[str, torch.Size] = {name: entry.size for name, entry in entries.items()}
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Read whole tensors by name, on the CPU; temporary files are mapped for them, so that large ones take no memory."""
+        tensors = {name: _mapped(self.sizes[name], self._entries[name].properties.dtype) for name in names}
+        self.read_into(tensors)
+        return tensors
+
+    def read_into(self, tensors: Mapping[str, Any]) -> None:
+        """Fill tensors (plain ones, DTensors and ShardedTensors) with what was saved under their names.
+
+        Raises:
+            ValueError: if there is none of a name and size, or what is read doesn't fit.
+        """
+        try:
+            with warnings.catch_warnings(action="ignore"):  # torch warns that there is only one process
+                dcp.load(dict(tensors), storage_reader=_Reader(self._path), no_dist=not WORLD.several)
+        except (ValueError, CheckpointException) as error:
+            reason = (str(_cause_of(error)) or type(_cause_of(error)).__name__).splitlines()[0]
+            raise UserError(f"checkpoint {self._path} cannot be loaded ({reason}): remove it, or give another") from error
+
+
+def _mapped(size: torch.Size, dtype: torch.dtype) -> Tensor:
+    if not size.numel():
+        return torch.empty(size, dtype=dtype)
+    with tempfile.NamedTemporaryFile() as file:
+        return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"its .metadata names {module}.{name}, which describes no tensor")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, restricted to tensors."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _Unpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -169,7 +207,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
         def check() -> None:
             for name, checksum in checksums:
-                if _checksum(file_of(path, name)) != checksum:
+                if _checksum(path / name) != checksum:
                     raise OSError(f"{name} fails its checksum")
 
         WORLD.on_each(check)
@@ -219,7 +257,12 @@ def _json_checksum(value: Any) -> int:
     return zlib.crc32(json.dumps(value).encode())
 
 
+def _cause_of(error: BaseException) -> BaseException:
+    """Return the error of a process that torch has wrapped in another, or the error itself."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
 def _reason(error: BaseException) -> str:
-    error = cause_of(error)
+    error = _cause_of(error)
     cause = error if isinstance(error, OSError) else error.__context__
     return (isinstance(cause, OSError) and cause.strerror) or str(error).splitlines()[0]

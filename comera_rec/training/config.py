@@ -72,14 +72,14 @@ class TablesConfig(TableCompression):
     """The form of tables: the fields of `TableCompression`, and whether to use them.
 
     Attributes:
-        format: "tt" for large tables as TT tables, "dense" for all dense, "off" to leave the categorical columns out.
+        format: "tt" for large tables as TT tables, "dense" for all dense.
         hot_rows: as in `TableCompression`; "auto" here, because the ids of a preprocessed data set are ordered by frequency. It
             is 0 for orders of similarity in which the most frequent twentieth of the values has less than half of the occurrences.
         start: "random" values, or the "vectors" that `comera preprocess --order similarity` keeps, for dense and TT tables; a TT
             table that can't represent them starts at random. They suit lower learning rates.
     """
 
-    format: Literal["tt", "dense", "off"] = "tt"
+    format: Literal["tt", "dense"] = "tt"
     hot_rows: float | Literal["auto"] = "auto"
     start: Literal["random", "vectors"] = "random"
 
@@ -138,10 +138,6 @@ class TrainingConfig:
         keep_best: also keep the checkpoint of the lowest validation NE, and use it for the result, `evaluate` and `export`. With
             [ranks] only evaluations at the final size count.
         patience: evaluations in a row without a lower validation NE, counted likewise, that end training; 0 to take all steps.
-        clip_grad_norm: largest norm of all gradients together; larger gradients are scaled down to it. None for no limit. A limit
-            turns off updates of cores in backward; dense tables are still updated there, neither counted nor scaled.
-        accumulation: parts of a batch that are computed one after the other, and whose gradients add up to a step. More than one
-            turns off updates of cores in backward; dense tables are updated there with every part.
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
         precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32.
         capture: on a GPU, whether steps are captured in a CUDA graph once their shapes have settled.
@@ -158,8 +154,6 @@ class TrainingConfig:
     keep_checkpoints: PositiveInt = 2
     keep_best: bool = False
     patience: NonNegativeInt = 0
-    clip_grad_norm: PositiveFloat | None = None
-    accumulation: PositiveInt = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
     capture: bool = False
@@ -170,18 +164,6 @@ class TrainingConfig:
         for name in ("keep_best", "patience"):
             if getattr(self, name) and not self.eval_every:
                 raise UserError(f"training.{name} is {getattr(self, name)} but nothing is evaluated: set training.eval_every")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointsConfig:
-    """How checkpoints are written.
-
-    Attributes:
-        asynchronous: let a thread write them during the next steps, which wait only for a copy (of the weights and optimizer state,
-            in memory) and until the previous checkpoint is written.
-    """
-
-    asynchronous: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +185,6 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ranks: RankConfig | None = None
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
 
     def __post_init__(self) -> None:
         if not self.output.strip():
@@ -216,6 +197,8 @@ class RunConfig:
 
 
 Settings = TypeVar("Settings")
+_FORMER = {"ranks": ("score",), "training": ("accumulation", "clip_grad_norm")}
+"""Settings of earlier versions by section, which their runs have recorded; and so is [checkpoints]."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -240,7 +223,7 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
     if path is not None:
         try:
             text = Path(path).read_text()
-            raw = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
+            raw = _without_former(json.loads(text)) if str(path).endswith(".json") else tomllib.loads(text)
         except ValueError as error:
             raise UserError(f"{path} can't be parsed: {error}") from None
     for override in overrides:
@@ -250,7 +233,16 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:
     """Validate nested plain values into a config; errors as in `load_settings`."""
-    return _parse(RunConfig, raw)
+    return _parse(RunConfig, _without_former(raw))
+
+
+def _without_former(raw: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the settings that earlier versions wrote into a run."""
+    kept = {section: value for section, value in raw.items() if section != "checkpoints"}
+    for section, former in _FORMER.items():
+        if isinstance(values := raw.get(section), dict):
+            kept[section] = {key: value for key, value in values.items() if key not in former}
+    return kept
 
 
 def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from comera_rec.convert import fit_tables_
 from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
-from comera_rec.training.checkpoint import latest_checkpoint
-from comera_rec.training.checkpoint_reader import Checkpoint
+from comera_rec.training.checkpoint import Checkpoint, latest_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model, table_configs
 from comera_rec.training.runs import CHECKPOINTS, open_run, require_data, require_successor
@@ -52,12 +51,7 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
     copy_weights_(model, dense_weights, _table_budget(config, schema), importance)
     trainer = Trainer(config, model)
     require_data(dense, schema, config.data.path, trainer.schema)
-    return _save_start(trainer)
-
-
-def _save_start(trainer: Trainer) -> Trainer:
     trainer.save()
-    trainer.writer.wait()
     return trainer
 
 
@@ -129,4 +123,4 @@ def start_after(run: Path, config: RunConfig) -> None:
     trainer.state.load(checkpoint, grown=True)
     if trainer.scheduler:
         trainer.scheduler.load_state_dict(checkpoint.record["scheduler"])
-    _save_start(trainer)
+    trainer.save()

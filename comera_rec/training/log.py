@@ -8,13 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from comera_rec.nn import named_tt_modules
 from comera_rec.rank import RankScheduler
-from comera_rec.rank.tt_modules import gather_tt_modules, total_params
 from data_pipeline.atomic import replacing
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -90,14 +87,6 @@ class Progress:
 def tell(line: str) -> None:
     """Print a line on standard error, above a bar if there is one."""
     tqdm.write(line, file=sys.stderr)
-
-
-def fixed_ranks(module: nn.Module) -> dict[str, Any]:
-    """Return the log entry of a model whose ranks don't change; empty without TT modules. Each process calls this."""
-    summaries = gather_tt_modules(dict(named_tt_modules(module)))
-    ranks = {name: list(summary.shape.ranks) for name, summary in summaries.items()}
-    fixed = {"stage": "fixed", "objective": None, "params": total_params(summaries), "target_params": None, "ranks": ranks}
-    return fixed if ranks else {}
 
 
 def _is_before(line: str, step: int, evaluated: bool) -> bool:

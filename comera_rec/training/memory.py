@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -64,10 +63,7 @@ class PeakMemory:
             peak = torch.cuda.max_memory_allocated(self._device) / 2**20
             torch.cuda.reset_peak_memory_stats(self._device)
             return peak
-        try:
-            line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-        except (OSError, StopIteration):  # not Linux; only on Linux does this peak include the parent process's
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
         with suppress(OSError):  # a container may forbid it
             _CLEAR_REFS.write_text("5")  # the peak becomes what is resident now
         return int(line.split()[1]) / 2**10

@@ -1,23 +1,21 @@
 """Models and their optimizers, built from a config and a data set's columns.
 
-B batch size, I integer columns, L labels.
+B batch size, L labels.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Annotated, Any, cast
 
 import torch
 from pydantic import Field, TypeAdapter
-from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torch import nn
+from torchrec import EmbeddingBagCollection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-from torchrec.modules.mlp import MLP
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -79,28 +77,12 @@ class Schema:
         return TypeAdapter(cls).validate_python(plain)
 
 
-class IntegersOnly(nn.Module):
-    """DLRM without its tables: one MLP over the integer columns, the baseline that shows what the categories add."""
-
-    def __init__(self, in_features: int, layer_sizes: Sequence[int], outputs: int = 1) -> None:
-        super().__init__()
-        self.hidden = MLP(in_features, list(layer_sizes))
-        self.head = nn.Linear(layer_sizes[-1] if layer_sizes else in_features, outputs)
-
-    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """[B, I] and features that are ignored -> [B, L] logits."""
-        logits: Tensor = self.head(self.hidden(dense_features))
-        return logits
-
-
 def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Module:
     """Build the model that a config describes, for data of a schema.
 
     It is called as `model(dense_features, sparse_features)` and returns [B, L] logits, one for each label.
     """
     outputs = len(schema.labels)
-    if config.tables.format == "off":
-        return IntegersOnly(len(schema.dense), (*config.model.dense_arch, *config.model.over_arch), outputs)
     tables = table_configs(config, schema)
     linears = config.linears if config.linears.format == "tt" else None
     if config.model.architecture == "deepfm":

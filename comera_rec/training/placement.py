@@ -7,6 +7,7 @@ import platform
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection
@@ -99,7 +100,8 @@ def _shard(model: nn.Module, device: torch.device, batch_size: int, lr_tables: f
     topology = Topology(WORLD.size, device.type, local_world_size=local_world_size, **_room(device, local_world_size))
     planner = TTShardingPlanner(topology, batch_size, constraints=constraints)
     plan = WORLD.on_first(lambda: planner.plan(model, sharders))
-    env = ShardingEnv.from_process_group(WORLD.require_group())
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
     return DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=sharders)
 
 
@@ -137,8 +139,3 @@ def name_of(device: torch.device) -> str:
         if device.type == "cuda"
         else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     )
-
-
-def available_cores() -> int:
-    """Count the CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from comera_rec.distributed import WORLD
-from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
-from comera_rec.training.checkpoint_reader import Checkpoint
+from comera_rec.training.checkpoint import Checkpoint, checkpoint_at, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model
 from comera_rec.training.state import load_model_
@@ -22,28 +20,20 @@ from data_pipeline.manifest import MANIFEST_NAME, Manifest, file_sha256, read_ma
 
 CHECKPOINTS = "checkpoints"
 _WRITTEN = ("config.json", "metrics.jsonl", "result.json", "report.html")
-# When a run resumes, these may change: `output`, [checkpoints], _FREE_DATA of [data], and [training] except _FIXED_TRAINING.
-_FREE = ("output", "checkpoints")
+# When a run resumes, these may change: `output`, [training] and _FREE_DATA of [data].
 _FREE_DATA = ("path", "prefetch", "eval_batch_size")
-_FIXED_TRAINING = ("accumulation",)  # decides which rows are read together
 
 
-def require_fit(config: RunConfig, schema: Schema, manifest: Manifest) -> int:
-    """Return the number of equal parts that a batch is divided into, by processes and accumulation.
-
-    Raises:
-        ValueError: if the output is a file or a folder of something else, ranks adapt and there are none, the model would
-            have no inputs, evaluations need validation rows that the data lacks, there isn't one task weight per label, or a batch
-            can't be divided equally.
-    """
+def require_fit(config: RunConfig, schema: Schema, manifest: Manifest) -> None:
+    """Raise ValueError for a config that doesn't fit its data, its output or the number of processes."""
     training, data = config.training, config.data
     if Path(config.output).exists() and not Path(config.output).is_dir():
         raise UserError(f"output is {config.output}, which is a file: give a folder")
     _require_run_folder(Path(config.output))
     if config.ranks and config.tables.format != "tt" and config.linears.format != "tt":
         raise UserError("[ranks] adapts TT ranks, and neither tables nor linear layers have any: add ranks=none, or use format tt")
-    if config.tables.format == "off" and not schema.dense:
-        raise UserError(f"tables.format is off and {data.path} has no numbers, so nothing is left to learn from: use tt or dense")
+    if not schema.sparse:
+        raise UserError(f"{data.path} has no categories, so a model would have no tables: give data with a category or a list")
     if training.eval_every and not manifest.splits["val"].rows:
         raise UserError(
             f"training.eval_every is {training.eval_every} but {data.path} has no validation rows: "
@@ -54,14 +44,11 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest) -> int:
             f"training.task_weights has {len(training.task_weights)} numbers and {data.path} the labels "
             f"{', '.join(schema.labels)}: give one for each"
         )
-    parts = WORLD.size * training.accumulation
-    if data.batch_size % parts:
-        in_parts = f" in {training.accumulation} parts each" if training.accumulation > 1 else ""
+    if data.batch_size % WORLD.size:
         raise UserError(
-            f"data.batch_size is {data.batch_size}, which {WORLD.size} processes can't share "
-            f"equally{in_parts}: give a multiple of {parts}"
+            f"data.batch_size is {data.batch_size}, which {WORLD.size} processes can't share equally: "
+            f"give a multiple of {WORLD.size}"
         )
-    return parts
 
 
 def _require_run_folder(folder: Path) -> None:
@@ -78,8 +65,6 @@ def _require_run_folder(folder: Path) -> None:
 def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:
     """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded."""
     present, recorded = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
-    if not record["step"]:  # no rows were read yet
-        present = {key: value for key, value in present.items() if not key.startswith("training.")}
     differing = [key for key in present if present[key] != recorded[key]]
     if differing:
         raise UserError(
@@ -100,7 +85,7 @@ def require_successor(config: RunConfig, schema: Schema, run: Path, record: dict
     Ids keep their meaning along the data sets that `comera transform` made of each other.
     """
     present, recorded = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
-    free = ("seed", "data.", "training.")
+    free = ("seed", "data.")
     if differing := [key for key in present if present[key] != recorded[key] and not key.startswith(free)]:
         raise UserError(f"{run} has another config than the new run (in {', '.join(differing)}): give the same one")
     known, folder = Schema.from_dict(record["schema"]), config.data.path
@@ -149,16 +134,12 @@ def load_run(folder: str | Path, *, last: bool = False) -> tuple[nn.Module, RunC
     """Return the model of the checkpoint that `open_run` opens, its config and the schema of its data.
 
     Raises:
-        ValueError: as `open_run`; if the checkpoint's record describes another model than its tensors, or one beyond memory.
+        ValueError: as `open_run`.
     """
-    try:
-        opened = open_run(folder, last=last)
-        config = parse_config(opened.record["config"])
-        schema = Schema.from_dict(opened.record["schema"])
-        return load_model_(build_model(config, schema), opened).eval(), config, schema
-    except (LookupError, TypeError, AttributeError, ValidationError, RuntimeError, MemoryError, OverflowError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{folder} holds a checkpoint whose model can't be made ({reason}): give another run") from error
+    opened = open_run(folder, last=last)
+    config = parse_config(opened.record["config"])
+    schema = Schema.from_dict(opened.record["schema"])
+    return load_model_(build_model(config, schema), opened).eval(), config, schema
 
 
 def load_teacher(config: RunConfig, schema: Schema, device: torch.device) -> nn.Module | None:
@@ -178,6 +159,5 @@ def fingerprint(manifest: Manifest) -> str:
 
 def _decisive(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config that must stay the same when a run resumes."""
-    kept = {key: value for key, value in config.items() if key not in (*_FREE, "data", "training")}
-    data = {f"data.{key}": value for key, value in config["data"].items() if key not in _FREE_DATA}
-    return kept | data | {f"training.{key}": config["training"][key] for key in _FIXED_TRAINING}
+    kept = {key: value for key, value in config.items() if key not in ("output", "data", "training")}
+    return kept | {f"data.{key}": value for key, value in config["data"].items() if key not in _FREE_DATA}

@@ -20,7 +20,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from comera_rec.nn import named_tt_modules
 from comera_rec.recsys.sharding import load_optimizer_state_, optimizer_state
-from comera_rec.training.checkpoint_reader import Checkpoint
+from comera_rec.training.checkpoint import Checkpoint
 from data_pipeline.errors import UserError
 
 

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from comera_rec.data import Batch
-from comera_rec.distributed import WORLD
 from comera_rec.rank import RankScheduler
 from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.capture import CapturedUpdate, CudaRecorder
@@ -23,7 +21,7 @@ class TrainingStep:
     """Takes a run's steps: `step(number, batches)`, with number from 1.
 
     Attributes:
-        update: parts of a batch -> their mean loss; changes the model. On a GPU a CUDA graph, if asked for (`training.capture`).
+        update: batch -> its loss; changes the model. On a GPU a CUDA graph, if asked for (`training.capture`).
     """
 
     def __init__(
@@ -40,17 +38,16 @@ class TrainingStep:
         self._device, self._total_steps = device, total_steps
         self._rates_vary = config.optimizer.warmup_steps > 0 or config.optimizer.decay > 0
         self._rates = [(group, group["lr"]) for each in state.optimizers for group in each.param_groups]
-        self._gradient_shares = gradient_shares(state.module) if config.training.clip_grad_norm else {}
         weights = torch.tensor(config.training.task_weights or 1.0, device=device)
         self._task_weights = weights / weights.mean()  # with mean 1, so that the price of ranks doesn't depend on their sum
-        self.update: Callable[[list[Batch]], Tensor] = self._update
+        self.update: Callable[[Batch], Tensor] = self._update
         if config.training.capture and device.type == "cuda":
             self.update = CapturedUpdate(self._update, state.optimizer, CudaRecorder(device))
             for group in state.optimizer.param_groups if self._rates_vary else ():  # a graph reads tensors in every step
                 group["lr"] = torch.tensor(group["lr"], device=device)
 
     def __call__(self, number: int, batches: Iterator[Batch]) -> Tensor:
-        """Take a step; return the task loss, the mean over its parts, which stays on the device."""
+        """Take a step; return the task loss, which stays on the device."""
         if self._rates_vary:
             factor = rate_factor(self._config.optimizer, number, self._total_steps)
             for group, rate in self._rates:
@@ -60,25 +57,18 @@ class TrainingStep:
                     group["lr"] = rate * factor
             for table_optimizer in self._state.table_optimizers:
                 table_optimizer.step()  # only passes the rate to FBGEMM's tables
-        parts = range(self._config.training.accumulation)
-        loss = self.update([next(batches).to(self._device, non_blocking=True) for _ in parts])
+        loss = self.update(next(batches).to(self._device, non_blocking=True))
         if self._scheduler is not None and self._scheduler.step():
             self.model_has_changed()
         return loss
 
-    def _update(self, parts: list[Batch]) -> Tensor:
-        """Update the model by the gradient of the parts' mean loss; doesn't wait for the device, so that a graph can capture it."""
+    def _update(self, batch: Batch) -> Tensor:
+        """Update the model by the gradient of a batch's loss; doesn't wait for the device, so that a graph can capture it."""
         self._state.optimizer.zero_grad()  # to None, so that a graph writes gradients instead of adding to them
-        losses = []
-        for part in parts:
-            loss = self.loss_of(part)
-            losses.append(loss.detach())
-            objective = self._scheduler.loss(loss, accumulation=len(parts)) if self._scheduler else loss / len(parts)
-            objective.backward()
-        if max_norm := self._config.training.clip_grad_norm:
-            clip_gradients_(self._state.module, max_norm, self._gradient_shares)
+        loss = self.loss_of(batch)
+        (self._scheduler.loss(loss) if self._scheduler else loss).backward()
         self._state.optimizer.step()
-        return torch.stack(losses).mean()
+        return loss.detach()
 
     def loss_of(self, batch: Batch) -> Tensor:
         """Return a batch's mean cross-entropy with its labels, or the teacher's predictions: [B] or [B, L]; weights of rows [B]."""
@@ -108,27 +98,3 @@ def rate_factor(schedule: OptimizerConfig, number: int, total_steps: int) -> flo
     falling = schedule.decay * total_steps
     end = (total_steps - number + 1) / falling if falling else 1.0
     return max(0.0, min(1.0, number / (schedule.warmup_steps + 1), end))
-
-
-def gradient_shares(module: nn.Module) -> dict[str, float]:
-    """Return what a parameter's gradient on this process counts in the norm of all: a replica's less, a shard's as a whole.
-
-    Args:
-        module: the model without wrappers, so that names are those of an unsharded model.
-    """
-    divided = {name for name, value in module.state_dict().items() if isinstance(value, DTensor)}
-    counts = WORLD.count(dict(module.named_parameters()))
-    return {name: 1.0 if name in divided else 1.0 / count for name, count in counts.items()}
-
-
-def clip_gradients_(module: nn.Module, max_norm: float, shares: dict[str, float]) -> None:
-    """Scale all gradients of all processes down by one factor, so that their norm together is at most `max_norm`.
-
-    Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
-    """
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    device = next(module.parameters()).device
-    norms = torch.stack([torch.zeros((), device=device), *torch._foreach_norm(list(gradients.values()))])
-    norm = WORLD.sum(norms.square() @ norms.new_tensor([0.0, *(shares[name] for name in gradients)])).sqrt()
-    if gradients:
-        torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))

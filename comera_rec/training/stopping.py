@@ -48,16 +48,15 @@ class StopSignals:
             with contextlib.suppress(RuntimeError):  # another process is gone
                 self._pending()
 
-    def after_step(self, failed: bool = False) -> tuple[int, bool]:
-        """Return the signal to stop for, or 0, and whether something has failed, on any process; all see it at the same step.
+    def after_step(self) -> int:
+        """Return the signal that any process is to stop for, or 0; all see it at the same step.
 
-        With several processes, these are the reports of the step before, so that no step waits for the other processes.
+        With several processes, it is that of the step before, so that no step waits for the other processes.
         """
         if not WORLD.several:
-            return self.received, failed
-        previous, self._pending = self._pending, WORLD.start_max(torch.tensor([self.received, failed]))
-        number, failures = previous().tolist() if previous is not None else (0, 0)
-        return number, bool(failures)
+            return self.received
+        previous, self._pending = self._pending, WORLD.start_max(torch.tensor(self.received))
+        return int(previous()) if previous is not None else 0
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import platform
 import statistics
 import time
@@ -27,13 +28,13 @@ from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import bytes_outside
 from comera_rec.recsys import TTEmbeddingBagCollection
-from comera_rec.training.checkpoint import CheckpointWriter, checkpoint_at, latest_checkpoint, open_checkpoint
+from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint, save_checkpoint
 from comera_rec.training.config import RunConfig
 from comera_rec.training.evaluation import BestSoFar, evaluate
-from comera_rec.training.log import MetricsLog, Progress, fixed_ranks, off_target, tell
+from comera_rec.training.log import MetricsLog, Progress, off_target, tell
 from comera_rec.training.memory import PeakMemory, keep_freed_memory, return_freed_memory
 from comera_rec.training.model import Schema
-from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
+from comera_rec.training.placement import device_of, name_of, place, whole_model
 from comera_rec.training.runs import CHECKPOINTS, fingerprint, load_teacher, require_fit, require_same_run
 from comera_rec.training.start import StartingVectors
 from comera_rec.training.step import TrainingStep
@@ -74,13 +75,12 @@ class Trainer:
         self.memory = PeakMemory(self.device)
         self.manifest = read_manifest(config.data.path)
         self.schema = Schema.from_manifest(self.manifest)
-        parts = require_fit(config, self.schema, self.manifest)
-        self.part_size = config.data.batch_size // parts  # rows per forward pass of this process
+        require_fit(config, self.schema, self.manifest)
+        self.part_size = config.data.batch_size // WORLD.size  # rows of a batch on this process
         self.loader = BatchLoader(
             self._batches("train", shuffle=True), prefetch=config.data.prefetch, pin_memory=self.device.type == "cuda"
         )
-        per_epoch = self.loader.batches.batches_per_epoch() / config.training.accumulation
-        self.total_steps = config.training.steps or max(1, round(config.training.epochs * per_epoch))
+        self.total_steps = config.training.steps or max(1, round(config.training.epochs * self.loader.batches.batches_per_epoch()))
         torch.manual_seed(config.seed)
         is_new = model is None and latest_checkpoint(self.checkpoints) is None
         start = StartingVectors(self.manifest, Path(config.data.path)) if is_new and config.tables.start == "vectors" else None
@@ -89,7 +89,7 @@ class Trainer:
         if self._updates_in_backward():
             update_in_backward_(self.module, self.optimizer)
         # Where torch's threads take all cores, another thread costs more than it saves.
-        if self.device.type == "cpu" and not WORLD.several and torch.get_num_threads() < available_cores():
+        if self.device.type == "cpu" and not WORLD.several and torch.get_num_threads() < len(os.sched_getaffinity(0)):
             collections = [module for module in self.module.modules() if isinstance(module, TTEmbeddingBagCollection)]
 
             def plan_ahead(batch: Batch) -> None:
@@ -106,8 +106,6 @@ class Trainer:
         self.step = TrainingStep(
             config, self.state, self.scheduler, device=self.device, total_steps=self.total_steps, teacher=teacher
         )
-        asynchronous = config.checkpoints.asynchronous
-        self.writer = CheckpointWriter(self.checkpoints, keep=config.training.keep_checkpoints, asynchronous=asynchronous)
         self.steps = self.history_written = 0
         self.evaluated = 0  # the step of the last evaluation on the validation split
         self.best = BestSoFar()
@@ -119,10 +117,9 @@ class Trainer:
 
     def _updates_in_backward(self) -> bool:
         """Whether table cores are updated slice by slice: on CPU, unless something needs their whole gradients."""
-        training, ranks = self.config.training, self.config.ranks
-        need_gradients = training.clip_grad_norm is not None or training.accumulation > 1 or bool(ranks and ranks.beta)
+        ranks = self.config.ranks
         has_tables = any(isinstance(module, TTTable) for module in self.module.modules())
-        return has_tables and self.device.type == "cpu" and not need_gradients
+        return has_tables and self.device.type == "cpu" and not (ranks and ranks.beta)
 
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
         data, process_rank, world_size = self.config.data, WORLD.process_rank, WORLD.size
@@ -147,10 +144,13 @@ class Trainer:
             "evaluated": self.evaluated,
             "best": asdict(self.best),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
-            "batches": self.loader.batches.state_after(self.steps * self.config.training.accumulation),
+            "batches": self.loader.batches.state_after(self.steps),
         }
-        kept_step = self.best.step if self.config.training.keep_best else None
-        self.writer.save(self.steps, record, self.state.tensors(), kept_step=kept_step)
+        training = self.config.training
+        kept_step = self.best.step if training.keep_best else None
+        save_checkpoint(
+            self.checkpoints, self.steps, record, self.state.tensors(), keep=training.keep_checkpoints, kept_step=kept_step
+        )
 
     def _resume(self) -> None:
         path = WORLD.on_first(lambda: latest_checkpoint(self.checkpoints))
@@ -193,12 +193,9 @@ class Trainer:
             try:
                 with self.signals:
                     self._run()
-                    self.writer.wait()
                     result = self._result()
                 WORLD.on_first(lambda: _write_json(path, result))
             finally:
-                with contextlib.suppress(OSError):
-                    self.writer.wait()
                 if self.log:
                     self.log.close()
         else:
@@ -235,9 +232,7 @@ class Trainer:
                     losses[0].cpu()  # waits for the device
                     self.first_step_ms = 1e3 * (time.perf_counter() - interval_start)
                 progress.step()
-                stopping, failed = self.signals.after_step(self.writer.failed)
-                if failed:
-                    self.writer.wait()  # which raises, on every process
+                stopping = self.signals.after_step()
                 finished = self.steps >= self.total_steps
                 saving = bool(stopping or _due(self.steps, training.checkpoint_every)) and not finished
                 evaluating = not stopping and self._evaluation_is_due()
@@ -255,7 +250,6 @@ class Trainer:
                 if saving:
                     self.save()
                 if stopping:
-                    self.writer.wait()
                     raise Interrupted(stopping, self.steps)
                 if not losses:
                     interval_start = time.perf_counter()
@@ -267,8 +261,6 @@ class Trainer:
         return loss
 
     def _diverged(self, problem: str) -> Diverged:
-        with contextlib.suppress(OSError):
-            self.writer.wait()
         kept = latest_checkpoint(self.checkpoints)
         last = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
         return Diverged(f"{problem}: lower the learning rates; {last}")
@@ -289,8 +281,6 @@ class Trainer:
             for entry in self.scheduler.history[self.history_written :]:
                 self._log("ranks", **{key: value for key, value in entry.items() if key != "loss"})
             self.history_written = len(self.scheduler.history)
-        elif self.steps == 0 and (ranks := fixed_ranks(self.module)):
-            self._log("ranks", **ranks)
 
     def _log(self, kind: str, **values: Any) -> None:
         if self.log:
@@ -309,7 +299,6 @@ class Trainer:
             metrics = self._evaluate("val")
         except Interrupted:
             self.save()
-            self.writer.wait()
             raise
         self.evaluated = self.steps
         counts = self.scheduler is None or self.scheduler.stage == "done"

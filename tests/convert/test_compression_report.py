@@ -46,9 +46,7 @@ def test_every_layer_and_the_total_equal_the_state_dict(build: object) -> None:
         assert layer.bytes == sum(tensor.numel() * tensor.element_size() for tensor in own)
     assert report.total("params") == sum(tensor.numel() for tensor in state.values())
     assert report.total("bytes") == sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    assert report.total("params", kind="table") + report.total("params", kind="linear") + report.total(
-        "params", kind="other"
-    ) == report.total("params")
+    assert report.total("params") == sum(report.total("params", kind=kind) for kind in ("table", "linear", "other"))
 
 
 def test_the_dense_side_is_the_exported_model() -> None:
@@ -75,7 +73,6 @@ def test_to_dict_is_plain_and_to_markdown_has_a_row_per_layer() -> None:
     assert plain["params"] == report.total("params")
     assert plain["table_bytes"] == report.total("bytes", kind="table")
     assert plain["dense_table_bytes"] == report.total("dense_bytes", kind="table") == 4 * 16 * (401 + 30)
-    assert [entry["name"] for entry in plain["layers"]] == [layer.name for layer in report.layers]
     assert [entry["ratio"] for entry in plain["layers"]] == [layer.ratio for layer in report.layers]
     assert {layer.name.partition(".")[0]: layer.kind for layer in report.layers} == {
         "sparse_arch": "table", "dense_arch": "linear", "over_arch": "linear"
@@ -83,9 +80,6 @@ def test_to_dict_is_plain_and_to_markdown_has_a_row_per_layer() -> None:
     lines = report.to_markdown().splitlines()
     assert len(lines) == 2 + len(report.layers) + 1
     assert len({line.count("|") for line in lines}) == 1, "every row has the same number of cells"
-    for line, layer in zip(lines[2:], report.layers, strict=False):
-        assert line.startswith(f"| {layer.name} |")
-        assert f"| {layer.params:,} | {layer.bytes:,} |" in line
     assert lines[2:4] == [
         "| sparse_arch.embedding_bag_collection.dense_bags.embedding_bags.t2 | 30 x 16 | dense |  | 480 | 1,920 | 1,920 | 1.0 |",
         "| sparse_arch.embedding_bag_collection.tt_bags.t1 | 401 x 16 | tt | 3 4 | 371 | 1,484 | 25,664 | 17.3 |",

@@ -66,13 +66,6 @@ def test_fused_dense_tables_are_also_exported(random_jagged: Callable[..., Keyed
     torch.testing.assert_close(dense(*inputs), expected, rtol=0, atol=1e-5)
 
 
-def test_a_model_without_tt_modules_is_copied() -> None:
-    model = nn.Linear(3, 3)
-    dense = export_dense(model)
-    assert dense is not model
-    assert torch.equal(dense.weight, model.weight)
-
-
 def build(architecture: str, dense: int) -> nn.Module:
     if architecture == "deepfm":
         return build_deepfm(tables(), dense_in_features=dense, hidden_layer_size=32, deep_fm_dimension=128)

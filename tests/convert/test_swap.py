@@ -19,7 +19,6 @@ from comera_rec import (
     TableCompression,
     TTEmbedding,
     TTEmbeddingBagCollection,
-    TTEmbeddingBagConfig,
     TTEmbeddingCollection,
     TTLinear,
     compress_,
@@ -159,43 +158,18 @@ def test_tt_svd_at_full_rank_keeps_the_outputs(order: int, random_jagged: Callab
     torch.testing.assert_close(actual.values(), expected.values())
 
 
-@pytest.mark.parametrize("compression", [2.0, 5.0, 20.0])
-def test_compression_is_that_of_the_whole_collection(compression: float) -> None:
-    swapped = compress_(collection(), tables=TableCompression(compression=compression, min_rows=100))
-    reached = sum(LIMITS.values()) * 16 / sum(parameter.numel() for parameter in swapped.parameters())
-    assert compression <= reached <= 1.35 * compression
-
-
 @pytest.mark.parametrize("hot_rows", [0, 0.3, 0.8, "auto"])
 def test_hot_rows_and_tt_tables_share_one_budget(hot_rows: float | str) -> None:
     """What ranks leave unused goes to rows, so the budget is filled."""
     config = TableCompression(compression=5, min_rows=100, hot_rows=hot_rows)  # type: ignore[arg-type]
     swapped = compress_(collection(), tables=config)
     budget = sum(LIMITS.values()) * 16 / 5
-    assert sum(parameter.numel() for parameter in swapped.parameters()) <= budget
+    assert 0.75 * budget <= sum(parameter.numel() for parameter in swapped.parameters()) <= budget
     row_params = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
     tt_params = sum(p.numel() for name, p in swapped.named_parameters() if "tt_bags." in name)
     share = 0.8 if hot_rows == "auto" else hot_rows
     assert row_params >= 0.9 * share * tt_params  # type: ignore[operator]
     assert (row_params > 0) == (hot_rows != 0)
-
-
-def test_hot_rows_beside_given_ranks() -> None:
-    swapped = compress_(collection(), tables=TableCompression(tt_ranks=2, min_rows=100, hot_rows=0.5))
-    row_params = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
-    tt_params = sum(p.numel() for name, p in swapped.named_parameters() if "tt_bags." in name)
-    assert 0.35 * tt_params <= row_params <= 0.5 * tt_params
-    config = TableCompression(tt_ranks=2, min_rows=100, hot_rows="auto")
-    assert not any(config.hot_rows for config in config.table_configs(collection().embedding_bag_configs()))
-
-
-def test_auto_gives_rows_less_if_tt_tables_do_not_fit_beside_them() -> None:
-    reached = {
-        hot_rows: [c for c in range(5, 100) if _fits(TableCompression(compression=c, min_rows=100, hot_rows=hot_rows))]
-        for hot_rows in (0, 0.8, "auto")
-    }
-    assert reached["auto"] == reached[0]
-    assert len(reached[0.8]) < len(reached[0])
 
 
 def _fits(config: TableCompression) -> bool:
@@ -254,16 +228,6 @@ def test_nothing_matched_is_an_error(make: Callable[[], nn.Module], arguments: d
         compress_(make(), tables=TableCompression(**settings), filter_fn=filter_fn)
 
 
-def test_a_table_that_is_registered_elsewhere_stays_dense(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict({"tables": collection()})
-    model["scores"] = nn.Sequential(model["tables"].embedding_bags["t_item"])
-    with caplog.at_level(logging.INFO, logger="comera_rec"):
-        compress_(model, tables=TableCompression(tt_ranks=4, min_rows=100))
-    assert list(model["tables"].tt_bags) == ["t_user"]
-    assert model["tables"].dense_bags.embedding_bags["t_item"] is model["scores"][0]
-    assert caplog.messages[1] == "t_item: 300 x 16, stays dense: its weight is also that of 'scores.0'"
-
-
 @pytest.mark.parametrize(
     "init_fn",
     [lambda weight: nn.init.normal_(weight, std=0.5), partial(nn.init.uniform_, a=-0.5, b=1.0), nn.init.xavier_uniform_, None],
@@ -294,8 +258,6 @@ def test_weights_on_the_meta_device_have_no_svd() -> None:
     config = TableCompression(min_rows=100)
     with pytest.raises(ValueError, match="'t_user' is on the meta device, without values to start from"):
         compress_(collection().to("meta"), tables=config, init="tt_svd")
-    with pytest.raises(ValueError, match="'0' is on the meta device, without values to start from"):
-        compress_(nn.Sequential(nn.Embedding(400, 8, device="meta")), tables=config, init="tt_svd")
     linear = nn.Sequential(nn.Linear(64, 64, device="meta"))
     with pytest.raises(ValueError, match="'0' is on the meta device, without values to start from"):
         compress_(linear, linears=LinearCompression(tt_ranks=2, min_features=8, policy="always"), init="tt_svd")
@@ -311,27 +273,17 @@ def test_an_optimizer_in_backward_would_be_lost() -> None:
             compress_(model, tables=TableCompression(min_rows=100), filter_fn=lambda module, name, kind=kind: type(module) is kind)
 
 
-def test_the_spread_of_an_init_fn_that_copies_a_table_larger_than_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comera_rec.recsys.config._SAMPLED", 1024)
-    pretrained = torch.randn(2_000, 8)
-    config = TTEmbeddingBagConfig(
-        name="t",
-        num_embeddings=2_000,
-        embedding_dim=8,
-        feature_names=["f"],
-        tt_ranks=4,
-        init_fn=lambda weight: weight.copy_(pretrained),
-    )
-    assert config.init_std() == pytest.approx(float(pretrained.std()), rel=1e-3)
-
-
-def test_configs_of_another_kind_are_refused() -> None:
+def test_arguments_of_another_kind_are_refused() -> None:
     with pytest.raises(TypeError, match="tables is 100: give a TableCompression"):
         compress_(collection(), tables=100)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="linears is 100: give a LinearCompression"):
         compress_(collection(), linears=100)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="neither tables nor linears is given"):
-        compress_(collection())
+    for arguments, message in (
+        ({}, "neither tables nor linears is given"),
+        ({"tables": TableCompression(min_rows=1), "init": "svd"}, "init is 'svd': choose one of 'random', 'tt_svd'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compress_(collection(), **arguments)  # type: ignore[arg-type]
 
 
 def test_tables_of_all_kinds_share_a_budget_beside_linear_layers() -> None:
@@ -374,10 +326,3 @@ def test_tables_of_all_kinds_share_a_budget_beside_linear_layers() -> None:
 def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TableCompression(**arguments)
-
-
-def test_unknown_init_is_refused_before_anything_happens() -> None:
-    model = nn.Sequential(collection())
-    with pytest.raises(ValueError, match="init is 'svd': choose one of 'random', 'tt_svd'"):
-        compress_(model, tables=TableCompression(min_rows=1), init="svd")
-    assert swapped_names(model) == []

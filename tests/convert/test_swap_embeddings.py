@@ -85,19 +85,3 @@ def test_random_tables_have_the_spread_of_the_layers_and_share_a_budget() -> Non
     with torch.device("meta"):
         unmade = nn.Sequential(nn.Embedding(5000, 32))
     assert cr.compress_(unmade, tables=CONFIG)[0].core_0.is_meta
-
-
-def test_a_single_layer_filters_and_mistakes() -> None:
-    layer = cr.compress_(nn.Embedding(400, 16), tables=CONFIG)
-    assert isinstance(layer, cr.TTEmbedding)
-    model = Model()
-    cr.compress_(model, tables=CONFIG, filter_fn=lambda layer, name: name == "words" and isinstance(layer, nn.Embedding))
-    assert isinstance(model.words, cr.TTEmbedding)
-    assert isinstance(model.clicks, nn.EmbeddingBag)
-    for nothing, reason in (
-        (nn.Linear(3, 3), ": the model has none"),
-        (nn.Embedding(99, 16), " .'the model': it has fewer than 100 rows"),
-        (nn.Embedding(400, 16, max_norm=1.0), " .'the model': max_norm and scale_grad_by_freq have no equivalent"),
-    ):
-        with pytest.raises(ValueError, match=f"no table was compressed{reason}"):
-            cr.compress_(nothing, tables=CONFIG)

@@ -1,4 +1,4 @@
-"""Collectives of all processes, of a group of them, and of a single process."""
+"""Collectives of several processes, and of a single one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from comera_rec import TTEmbeddingBag
-from comera_rec.distributed import Processes, join_launched, launcher_number
+from comera_rec.distributed import WORLD, join_launched, launcher_number
 from comera_rec.testing import run as run_processes
 
 pytestmark = pytest.mark.distributed
@@ -27,35 +26,27 @@ def fail_if(condition: bool, value: int) -> int:
     return value
 
 
-def message_of(processes: Processes, on: str, failing: bool) -> str:
+def message_of(on: str, failing: bool) -> str:
     with pytest.raises(ValueError) as caught:
-        getattr(processes, on)(lambda: fail_if(failing, processes.process_rank))
+        getattr(WORLD, on)(lambda: fail_if(failing, WORLD.process_rank))
     return str(caught.value)
 
 
-def exchange(processes: Processes) -> dict[str, Any]:
-    rank = processes.process_rank
+def exchange(rank: int) -> dict[str, Any]:
     return {
-        "rank": rank,
-        "size": processes.size,
-        "on_first": processes.on_first(lambda: rank),
-        "on_each": processes.on_each(lambda: rank * 10),
-        "merge": processes.merge({"all": rank, f"of {rank}": rank}),
-        "count": processes.count({"all": 0, f"of {rank}": 0}),
-        "concatenate": processes.concatenate(torch.arange(rank + 1)).tolist(),
-        "sum": processes.sum(torch.tensor([1.0, rank])).tolist(),
-        "mean": processes.mean(torch.tensor(float(rank))).item(),
-        "max": processes.max(rank),
-        "any": [processes.any(rank == 1), processes.any(rank == 9)],
-        "apart": processes.separate_group().sum(torch.tensor(1)).item(),
-        "messages": [message_of(processes, "on_first", rank == 0), message_of(processes, "on_each", rank > 0)],
+        "rank": WORLD.process_rank,
+        "size": WORLD.size,
+        "on_first": WORLD.on_first(lambda: rank),
+        "on_each": WORLD.on_each(lambda: rank * 10),
+        "merge": WORLD.merge({"all": rank, f"of {rank}": rank}),
+        "count": WORLD.count({"all": 0, f"of {rank}": 0}),
+        "concatenate": WORLD.concatenate(torch.arange(rank + 1)).tolist(),
+        "sum": WORLD.sum(torch.tensor([1.0, rank])).tolist(),
+        "mean": WORLD.mean(torch.tensor(float(rank))).item(),
+        "max": WORLD.max(rank),
+        "any": [WORLD.any(rank == 1), WORLD.any(rank == 9)],
+        "messages": [message_of("on_first", rank == 0), message_of("on_each", rank > 0)],
     }
-
-
-def exchange_in_groups(rank: int) -> list[dict[str, Any]]:
-    world = exchange(Processes())
-    groups = [dist.new_group(ranks) for ranks in ([0], [1, 2])]
-    return [world, exchange(Processes(groups[rank > 0])) if rank else {}]
 
 
 def expected(rank: int, size: int) -> dict[str, Any]:
@@ -71,28 +62,23 @@ def expected(rank: int, size: int) -> dict[str, Any]:
         "mean": sum(range(size)) / size,
         "max": size - 1,
         "any": [True, False],
-        "apart": size,
         "messages": ["process 0 can't", "process 1 can't"],
     }
 
 
-def test_all_processes_and_groups_agree_among_themselves() -> None:
-    for rank, (world, group) in enumerate(run_processes(3, exchange_in_groups)):
-        assert world == expected(rank, 3)
-        if rank:
-            assert group == expected(rank - 1, 2)
+def test_all_processes_agree() -> None:
+    assert run_processes(3, exchange) == [expected(rank, 3) for rank in range(3)]
 
 
 def test_one_process_agrees_with_itself() -> None:
-    alone = Processes()
-    assert not alone.several
-    assert alone.is_first
-    assert alone.on_each(lambda: 7) == [7]
-    assert alone.merge({"a": 1}) == {"a": 1}
-    assert alone.max(3.0) == 3.0
+    assert not WORLD.several
+    assert WORLD.is_first
+    assert WORLD.on_each(lambda: 7) == [7]
+    assert WORLD.merge({"a": 1}) == {"a": 1}
+    assert WORLD.max(3.0) == 3.0
     values = torch.tensor([1.0], requires_grad=True)
-    assert not alone.mean(values).requires_grad
-    assert message_of(alone, "on_first", True) == "process 0 can't"
+    assert not WORLD.mean(values).requires_grad
+    assert message_of("on_first", True) == "process 0 can't"
 
 
 def test_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:

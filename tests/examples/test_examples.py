@@ -78,16 +78,6 @@ def test_classification_learns(form: str, sentences: list[str], tmp_path: Path, 
     assert "holds a finished run: name another folder" in refusal(run, classify_text.classify, *arguments)
 
 
-def test_classification_with_shrinking_ranks(sentences: list[str], tmp_path: Path, run: Run) -> None:
-    ranks = ["ranks.early_steps=3", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=1"]
-    status, _, err = run(classify_text.classify, *TINY, *sentences, *ranks, "training.steps=10", f"output={tmp_path / 'run'}")
-    assert (status, err) == (0, "")
-    history = json.loads((tmp_path / "run" / "metrics.json").read_text())["rank_history"]
-    late = next(entry for entry in history if entry["stage"] == "late")
-    assert history[-1]["stage"] == "done"
-    assert history[-1]["params"] <= 1.02 * late["target_params"]
-
-
 def test_pretraining_on_code_in_two_phases(tmp_path: Path, run: Run) -> None:
     ranks = ["ranks.early_steps=30", "ranks.late_steps=10", "ranks.truncate_every=2"]
     data = ['data.packages=["json", "bisect.py"]', "model.vocab_size=400", "training.steps=70"]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import comera_rec as cr
 from comera_rec.nn import TTEmbedding
-from comera_rec.serving.fast import FastTables
-from comera_rec.serving.portable import PortableTables
+from comera_rec.serving.lookups import FastTables, PortableTables
 from comera_rec.serving.tables import served_table
 
 ROWS, DIM = 60, 12
@@ -70,8 +69,8 @@ def test_a_state_dict_brings_its_order(tmp_path) -> None:
 @pytest.mark.parametrize("form", [PortableTables, FastTables])
 def test_served_tables_follow_it(form: type) -> None:
     plain, ordered, _ = pair(cr.TTEmbeddingBag, True, include_last_offset=True)
-    tables = form([served_table(plain), None, served_table(ordered)], torch.float32)
-    ids = torch.randint(ROWS, (24,))
-    bags = tables(ids, torch.tensor([3, 5, 4, 4, 2, 6]))
+    tables = form([served_table(plain), served_table(ordered)], torch.float32)
+    ids = torch.randint(ROWS, (16,))
+    bags = tables(ids, torch.tensor([3, 5, 2, 6]))
     torch.testing.assert_close(bags[:, 0], plain(ids[:8], torch.tensor([0, 3, 8])))
-    torch.testing.assert_close(bags[:, 2], ordered(ids[16:], torch.tensor([0, 2, 8])))
+    torch.testing.assert_close(bags[:, 1], ordered(ids[8:], torch.tensor([0, 2, 8])))

@@ -1,4 +1,4 @@
-"""Schedules reach targets: both objectives, every unit, over all layers, accumulated and scaled gradients, after resuming."""
+"""Schedules reach targets in every unit, over all layers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 from comera_rec import RankConfig, RankScheduler, TTEmbeddingBag, TTLinear
-from comera_rec.nn import named_tt_modules
 from comera_rec.rank import count_tt_params
-from comera_rec.rank.objectives import Budget
+from comera_rec.rank.scheduler import allowed_size
 
 ROWS = 240
 
@@ -84,8 +83,7 @@ def test_truncation_is_spread_over_the_stage_and_late_steps_remove_less() -> Non
     assert sum(drop > 0 for drop in drops) >= 6
     assert max(drops) < 0.5 * (sizes[0] - sizes[-1]), sizes
     assert drops[0] > 3 * drops[-1]
-    budget = Budget(config=run.scheduler.config, reference=1, num_cores=1, target=0.2)
-    assert [budget.ceiling(t) for t in (0, 1)] == [1.0, pytest.approx(0.2)]
+    assert [allowed_size(progress, 0.2) for progress in (0, 1)] == [1.0, pytest.approx(0.2)]
 
 
 @pytest.mark.parametrize(
@@ -125,41 +123,17 @@ def test_a_layer_may_vanish_under_a_small_budget() -> None:
     assert torch.isfinite(torch.tensor(run.go(3)))
 
 
-def test_scaled_gradients_and_skipped_steps() -> None:
-    run = Run(config(objective="budget", target_size=0.3))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=5)
-    for step in range(60):
-        run.optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = (run.model(IDS) - run.target).square().mean()
-        scaler.scale(run.scheduler.loss(loss)).backward()
-        if step == 25:
-            run.model.tables[0].rank_1.grad.fill_(torch.inf)  # type: ignore[union-attr]
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.scheduler.step()
-    assert run.scheduler.stage == "done"
-    assert all(parameter.isfinite().all() for parameter in run.model.parameters())
-    early = run.scheduler.reference_params
-    assert 0.297 * early <= count_tt_params(run.model) <= 0.3 * early + 1
-
-
 def test_ranks_go_where_the_loss_needs_them_though_magnitudes_lie() -> None:
     """Half of the tables are unused; scale is moved between cores and D so that |D| is largest for those."""
-    kept = {}
-    for score in ("taylor", "norm", "magnitude"):
-        run = Run(config(objective="budget", target_size=0.3, score=score, early_steps=20))
-        ignored = run.model.tables[3:]
-        run.model.reads = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-        with torch.no_grad():
-            for i, table in enumerate(run.model.tables):
-                factor = 10.0 if i >= 3 else 0.1
-                table.rank_1.mul_(factor)
-                table.core_0.div_(factor)
-        run.go(61)
-        kept[score] = sum(table.shape.num_params for table in ignored) / count_tt_params(run.model)
-    assert kept["taylor"] == 0
-    assert kept["norm"] < kept["magnitude"]
+    run = Run(config(objective="budget", target_size=0.3, early_steps=20))
+    run.model.reads = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    with torch.no_grad():
+        for i, table in enumerate(run.model.tables):
+            factor = 10.0 if i >= 3 else 0.1
+            table.rank_1.mul_(factor)
+            table.core_0.div_(factor)
+    run.go(61)
+    assert [table.shape.num_params for table in run.model.tables[3:]] == [0, 0, 0]
 
 
 def test_hot_rows_that_explain_all_gradients_leave_their_table_a_rank() -> None:
@@ -186,20 +160,3 @@ def test_a_compression_beyond_what_the_dense_layers_allow_is_refused_at_once() -
         ValueError, match=r"target_compression is 500.0 but layers outside TT modules take 260 of .* dense bytes: give"
     ):
         Run(config(objective="budget", target_compression=500.0))
-
-
-def test_a_small_layer_keeps_its_ranks_beside_a_large_table() -> None:
-    """Norms are relative: a table's norm is larger due to its many rows, but without its layers a network predicts nothing."""
-    model = nn.ModuleDict({"table": TTEmbeddingBag(100_000, 16, tt_ranks=8), "layer": TTLinear(32, 32, tt_ranks=8)})
-    before = {name: module.shape.ranks for name, module in named_tt_modules(model)}
-    scheduler = RankScheduler(
-        model,
-        SGD(model.parameters(), lr=0.0),
-        RankConfig(early_steps=1, late_steps=1, target_size=0.5, objective="budget", score="norm"),
-    )
-    scheduler.step()
-    scheduler.step()
-    assert scheduler.stage == "done"
-    ranks = {name: module.shape.ranks for name, module in named_tt_modules(model)}
-    assert ranks["layer"] == before["layer"]
-    assert ranks["table"] < before["table"]

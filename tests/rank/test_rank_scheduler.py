@@ -65,7 +65,12 @@ def test_a_step_says_whether_it_truncated() -> None:
         regression.optimizer.step()
         truncated.append(regression.scheduler.step())
     assert [step for step, was in enumerate(truncated, 1) if was] == [3, 4, 6, 8]  # every third, and at the ends of both stages
-    assert [entry["step"] for entry in regression.scheduler.history] == [0, 3, 4, 6, 8]
+    history = regression.scheduler.history
+    assert [entry["step"] for entry in history] == [0, 3, 4, 6, 8]
+    assert history[0].items() >= {"stage": "early", "ranks": {"table": [RANK]}, "loss": None}.items()
+    assert history[-1]["stage"] == "done"
+    assert history[-1]["params"] == count_tt_params(regression.model) < history[0]["params"]
+    assert history[-1]["ranks"] == {"table": list(regression.model["table"].shape.ranks)}
 
 
 def test_early_then_done_without_a_target() -> None:
@@ -100,7 +105,6 @@ def test_achievement_is_the_published_formula(task: float, objective: str) -> No
     expected = max(2 * (task - 1), 3 * (0.75 - 0.5)) + 0.1 * (task + 0.75) + 0.4 * norm
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
     by_task, by_rank, by_core = torch.autograd.grad(loss, [task_loss, table.rank_1, table.core_0])
-    assert scheduler.objective == objective
     assert float(by_task) == pytest.approx((2 if objective == "loss" else 0) + 0.1)
     torch.testing.assert_close(by_rank, torch.full_like(by_rank, ((3 if objective == "size" else 0) + 0.1) / RANK))
     torch.testing.assert_close(by_core, 0.4 * table.core_0.detach() / table.core_0.numel())
@@ -120,27 +124,6 @@ def test_achievement_removes_only_ranks_that_its_price_has_shrunk() -> None:
     assert 0 < priced.model["table"].shape.ranks[0] < RANK
     ends = [entry["step"] for entry in priced.scheduler.history if entry["stage"] == "done"]
     assert ends[0] == 300, "not as soon as the size is reached"
-
-
-def test_the_price_is_charged_once_per_step_however_many_parts_a_batch_has() -> None:
-    for stage_steps in (0, 1):
-        whole, parts = (
-            Regression(
-                RankConfig(
-                    objective="achievement", early_steps=1, late_steps=9, target_size=0.5, gamma=0.5, beta=0.3, target_loss=0.0
-                )
-            )
-            for _ in range(2)
-        )
-        for regression in (whole, parts):
-            regression.run(stage_steps)
-            regression.optimizer.zero_grad()
-        whole.scheduler.loss(whole.task_loss()).backward()
-        for _ in range(4):
-            parts.scheduler.loss(parts.task_loss(), accumulation=4).backward()
-        for parameter, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
-            torch.testing.assert_close(other.grad, parameter.grad)
-        assert parts.scheduler.state_dict()["mean_loss"] == pytest.approx(whole.scheduler.state_dict()["mean_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -176,54 +159,23 @@ def test_the_mean_of_bfloat16_losses_moves_and_survives_resuming() -> None:
     assert resumed.state_dict()["mean_loss"] == scheduler.state_dict()["mean_loss"]
 
 
-def test_history_records_every_truncation() -> None:
-    regression = Regression(RankConfig(early_steps=25, late_steps=20, target_size=0.3, gamma=0.1, truncate_every=10))
-    regression.run(60)
-    history = regression.scheduler.history
-    assert [entry["step"] for entry in history[:4]] == [0, 10, 20, 25]
-    assert history[0]["stage"] == "early"
-    assert history[0]["ranks"] == {"table": [RANK]}
-    assert history[0]["loss"] is None
-    assert history[-1]["stage"] == "done"
-    sizes = [entry["params"] for entry in history]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == count_tt_params(regression.model)
-    assert history[-1]["ranks"] == {"table": list(regression.model["table"].shape.ranks)}
-    assert all(math.isfinite(entry["loss"]) for entry in history[1:])
-
-
 @pytest.mark.parametrize("stop", [7, 30, 45, 80])
 def test_resuming_gives_the_same_losses(stop: int) -> None:
     config = RankConfig(early_steps=30, late_steps=40, target_size=0.4, gamma=0.2, truncate_every=8)
     unbroken = Regression(config)
     unbroken.run(stop)
-    saved = copy.deepcopy(
-        {
-            "model": unbroken.model.state_dict(),
-            "optimizer": unbroken.optimizer.state_dict(),
-            "scheduler": unbroken.scheduler.state_dict(),
-        }
-    )
+    saved = copy.deepcopy({"model": unbroken.model.state_dict(), "optimizer": unbroken.optimizer.state_dict()})
+    state = unbroken.scheduler.state_dict()  # which doesn't change with the run
+    stage, expected = unbroken.scheduler.stage, unbroken.run(50)
     resumed = Regression(config, seed=1)
     resumed.target = unbroken.target
     resumed.model.load_state_dict(saved["model"])
     resumed.optimizer.load_state_dict(saved["optimizer"])
-    resumed.scheduler.load_state_dict(saved["scheduler"])
-    assert resumed.scheduler.stage == unbroken.scheduler.stage
-    assert resumed.run(50) == unbroken.run(50)
+    resumed.scheduler.load_state_dict(state)
+    assert resumed.scheduler.stage == stage
+    assert resumed.run(50) == expected
     assert resumed.scheduler.history == unbroken.scheduler.history
     assert resumed.model["table"].shape == unbroken.model["table"].shape
-
-
-def test_a_saved_state_does_not_change_with_the_run() -> None:
-    regression = Regression(RankConfig(early_steps=30, truncate_every=5))
-    regression.run(7)
-    state = regression.scheduler.state_dict()
-    frozen = copy.deepcopy(state)
-    regression.run(20)
-    assert state["history"] == frozen["history"]
-    assert state["steps"] == frozen["steps"]
-    assert state["mean_loss"] == frozen["mean_loss"]
 
 
 LATE = {"late_steps": 5, "target_size": 0.5}
@@ -232,7 +184,7 @@ LATE = {"late_steps": 5, "target_size": 0.5}
 @pytest.mark.parametrize(
     ("arguments", "part", "message"),
     [
-        ({"gamma": 0.0, "objective": "budget", **LATE}, "rank", "score 'taylor' needs the gradients of rank parameters"),
+        ({"gamma": 0.0, "objective": "budget", **LATE}, "rank", "objective 'budget' reads the gradients of rank parameters"),
         ({"gamma": 0.1}, "rank", r"gamma is 0\.1, a price on rank parameters"),
         ({"gamma": 0.0, "objective": "achievement", **LATE}, "rank", "objective 'achievement' puts a price on rank parameters"),
         ({"gamma": 0.0, "beta": 0.5}, "core", r"beta is 0\.5, a penalty on cores, which are updated in backward"),
@@ -250,9 +202,9 @@ def test_gradients_that_the_schedule_needs_must_not_be_consumed_in_backward(argu
 def test_a_schedule_that_needs_no_gradients_accepts_any_optimizer() -> None:
     model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=4)})
     _apply_optimizer_in_backward(torch.optim.Adagrad, model.parameters(), {"lr": 0.05})
-    config = RankConfig(early_steps=2, gamma=0.0, threshold=0.0, score="norm", objective="budget", truncate_every=2, **LATE)
-    scheduler = RankScheduler(model, Adam([torch.zeros(1)]), config)
-    for _ in range(8):
+    model["table"].rank_1.data[:2] = 0.0
+    scheduler = RankScheduler(model, Adam([torch.zeros(1)]), RankConfig(early_steps=2, gamma=0.0))
+    for _ in range(3):
         scheduler.loss(model["table"](torch.arange(ROWS)[:, None]).square().mean()).backward()
         scheduler.step()
     assert scheduler.stage == "done"
@@ -280,32 +232,21 @@ def test_frozen_modules_keep_their_ranks() -> None:
         RankScheduler(model.requires_grad_(False), optimizer, config)
 
 
-def test_a_module_that_is_frozen_later_is_an_error() -> None:
-    regression = Regression(RankConfig(early_steps=2))
+def test_what_a_schedule_cannot_work_with_is_refused() -> None:
+    config, table = RankConfig(early_steps=2), TTEmbeddingBag(ROWS, DIM, tt_ranks=4)
+    with pytest.raises(ValueError, match="the model has no TT module: swap tables or linear layers before"):
+        RankScheduler(nn.Linear(3, 3), Adam([torch.zeros(1)]), config)
+    for parameters in ([torch.zeros(1)], table.cores(), table.rank_parameters()):
+        with pytest.raises(ValueError, match="is in no parameter group of this Adam: build the optimizer after all swaps"):
+            RankScheduler(table, Adam(parameters), config)
+    regression = Regression(config)
+    assert regression.scheduler.loss(torch.ones(1)).shape == ()
+    with pytest.raises(ValueError, match=r"task_loss has shape \(3,\): give the mean over the batch, a scalar"):
+        regression.scheduler.loss(torch.ones(3))
     regression.run(1)
     regression.model.requires_grad_(False)
     with pytest.raises(ValueError, match="'table' was frozen after the RankScheduler was built: freeze modules before building it"):
         regression.scheduler.step()
-
-
-def test_an_optimizer_without_the_cores_is_refused() -> None:
-    model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=4)})
-    for parameters in ([torch.zeros(1)], model["table"].cores(), model["table"].rank_parameters()):
-        with pytest.raises(ValueError, match="is in no parameter group of this Adam: build the optimizer after all swaps"):
-            RankScheduler(model, Adam(parameters), RankConfig(early_steps=2))
-
-
-def test_a_loss_is_one_number() -> None:
-    scheduler = Regression(RankConfig(early_steps=2)).scheduler
-    assert scheduler.loss(torch.ones(1)).shape == ()
-    with pytest.raises(ValueError, match=r"task_loss has shape \(3,\): give the mean over the batch, a scalar"):
-        scheduler.loss(torch.ones(3))
-
-
-def test_a_model_without_tt_modules_is_refused() -> None:
-    model = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="the model has no TT module: swap tables or linear layers before"):
-        RankScheduler(model, Adam(model.parameters()), RankConfig(early_steps=10))
 
 
 @pytest.mark.parametrize(
@@ -317,8 +258,6 @@ def test_a_model_without_tt_modules_is_refused() -> None:
         ({"target_size": 0.5}, "target_size is 0.5 and late_steps is 0: a late stage needs both"),
         ({"late_steps": 5}, "no target is given and late_steps is 5: a late stage needs both"),
         ({"objective": "budgets", **LATE}, "objective is 'budgets': choose 'achievement' or 'budget'"),
-        ({"score": "size", **LATE}, "score is 'size': choose one of 'taylor', 'norm', 'magnitude'"),
-        ({"score": "taylor", "objective": "achievement", **LATE}, "score is 'taylor', which reads gradients that"),
         ({"target_bytes": 4, **LATE}, "target_size 0.5 and target_bytes 4 are given: give one target"),
         ({"target_loss": math.nan}, "target_loss is nan: give a finite number"),
         *[({name: -1.0}, f"{name} is -1.0: give a non-negative number") for name in ("gamma", "beta", "w_loss", "w_size", "rho")],

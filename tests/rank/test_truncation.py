@@ -190,10 +190,6 @@ def test_invalid_thresholds_are_refused(threshold: float) -> None:
         truncate_ranks_(Small(), threshold=threshold)
 
 
-def test_a_model_without_tt_modules_is_unchanged() -> None:
-    assert truncate_ranks_(nn.Linear(3, 3), threshold=1.0) == {}
-
-
 def test_state_behind_torchrecs_wrappers_is_sliced() -> None:
     model = Small()
     keyed = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda parameters: Adam(parameters, lr=0.01))

@@ -16,16 +16,11 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from comera_rec.serving.export import write_package
 from comera_rec.serving.package import FORMAT_VERSION, METADATA, ServingModel, read_metadata
 from comera_rec.serving.runs import export_run
 from comera_rec.serving.vocabularies import check_vocabularies
-from comera_rec.training.config import load_config
 from comera_rec.training.runs import load_run
-from comera_rec.training.trainer import Trainer
 from data_pipeline.manifest import read_manifest
-from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.synth import SynthOptions, synth
 
 Request = tuple[Tensor, Tensor, Tensor]
 FORMS = ["portable", "fast"]
@@ -88,19 +83,15 @@ def test_damaged_bytes_of_an_archive_are_refused_in_one_line(tmp_path: Path) -> 
             assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_damaged_package_is_not_loaded(form: str, package: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_package_is_not_loaded(package: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are changed weights, although each file of the archive fits its own checksum."""
     monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", None)  # loading could end this process
-    size = package(form).stat().st_size
+    good, changed = package("portable"), tmp_path / "changed.pt2"
     for seed in range(5):
-        damaged = flipped(package(form), tmp_path, Random(seed).sample(range(size), 20))
+        damaged = flipped(good, tmp_path, Random(seed).sample(range(good.stat().st_size), 20))
         with pytest.raises(ValueError, match="is not a package, or a damaged one"):
             ServingModel(damaged)
-
-
-def test_changed_weights_are_noticed_although_each_file_fits_its_own_checksum(package: Callable, tmp_path: Path) -> None:
-    changed = tmp_path / "changed.pt2"
-    with zipfile.ZipFile(package("portable")) as old, zipfile.ZipFile(changed, "w") as new:
+    with zipfile.ZipFile(good) as old, zipfile.ZipFile(changed, "w") as new:
         new.comment = old.comment
         for name in old.namelist():
             content = bytearray(old.read(name))
@@ -127,18 +118,6 @@ def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
         check_vocabularies(other, manifest, Path("data"))
     with pytest.raises(ValueError, match="the model is not a run of `comera train`: encode rows yourself"):
         check_vocabularies(replace(metadata, run=None), manifest, Path("data"))
-
-
-def test_a_run_without_test_rows_is_measured_where_it_was_evaluated(trained: Path, tmp_path: Path) -> None:
-    synth(SynthOptions(rows=1500, output=tmp_path / "train.txt", seed=1, scale=0.001))
-    options = PreprocessOptions(inputs=(tmp_path / "train.txt",), output=tmp_path / "data", min_count=1, test_fraction=0.0)
-    preprocess(options)
-    config = (trained.parent / "run.toml").read_text().replace(str(trained.parent), str(tmp_path))
-    (tmp_path / "run.toml").write_text(config)
-    result = Trainer(load_config(tmp_path / "run.toml", ["training.steps=2"])).train()
-    metadata = export_run(tmp_path / "run", tmp_path / "model.pt2", form="fast", dtype="bfloat16")
-    assert metadata.run.trained_ne == pytest.approx(result["ne"], rel=1e-4)
-    assert metadata.run.ne == pytest.approx(metadata.run.trained_ne, rel=5e-4)
 
 
 def replaced(request: Request, number: int, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -206,13 +185,6 @@ def test_files_that_are_not_our_packages(package: Callable, tmp_path: Path) -> N
         read_metadata(rewritten(good, tmp_path, lambda record: record.pop("inputs")))
 
 
-class TwoLabels(torch.nn.Module):
-    """A model whose scores come from its first two numbers."""
-
-    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        return dense[:, :2].sigmoid()
-
-
 def test_the_program_without_python(trained: Path, package: Callable, request_of: Callable, tmp_path: Path) -> None:
     source = Path(__file__).parents[2] / "examples" / "serve_cpp"
     cmake = str(Path(sys.executable).with_name("cmake"))  # from the extra `dev`
@@ -247,12 +219,6 @@ def test_the_program_without_python(trained: Path, package: Callable, request_of
             failed = answer(model, mistake)
             assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (2, "", 1)
             assert failed.stderr.startswith(f"score: {message}")
-    two, keys = tmp_path / "two.pt2", [f"C{number}" for number in range(26)]
-    features = KeyedJaggedTensor(keys, request[1], lengths=request[2])
-    facts = {"integer_columns": "13", "table_rows": " ".join(["1000000"] * 26)}
-    write_package(TwoLabels(), (request[0], features), two, form="portable", dtype="float32", facts=facts)
-    scores = torch.tensor([[float(word) for word in line.split()] for line in answer(two, request).stdout.splitlines()])
-    torch.testing.assert_close(scores, request[0][:, :2].sigmoid())
     failed = subprocess.run([program, str(batch), str(batch)], capture_output=True, text=True, check=False)
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr.startswith("score: ")

@@ -58,13 +58,6 @@ def test_a_data_set_is_not_overwritten_by_its_scores(model: Path, data: Path) ->
         options(model, data, data / "manifest.json", overwrite=True)
 
 
-def test_rows_without_integer_columns(data: Path) -> None:
-    manifest = read_manifest(data)
-    table = pq.read_table(data / manifest.splits["test"].shards[0].path)
-    flat = flat_rows(table, replace(manifest, integer_columns=()))
-    assert flat.dense.shape == (len(table), 0)
-
-
 def test_a_split(model: Path, data: Path, tmp_path: Path) -> None:
     for split in ("train", "test"):
         table = scores(options(model, data, tmp_path / split, split=split))

@@ -1,4 +1,4 @@
-"""The command line, Triton's repository, and tables in serving form."""
+"""Tables, layers and whole models in serving form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torchrec import KeyedJaggedTensor, PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)  # fmt: skip
 
 import comera_rec as cr
 from comera_rec.nn import TTModule
@@ -16,7 +23,7 @@ from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.rank import truncate_ranks_
 from comera_rec.recsys import build_deepfm
 from comera_rec.serving.forms import FORMS, serving_copy, serving_layer
-from comera_rec.serving.tables import served_table, with_formed
+from comera_rec.serving.tables import served_table
 
 
 @pytest.fixture
@@ -51,10 +58,7 @@ def test_served_rows_are_the_tables(collection: cr.TTEmbeddingBagCollection) -> 
         table = served_table(collection.tt_bag(name))
         assert len(table.formed) == 20
         matrix = collection.tt_bag(name).dense_matrix().detach()
-        for formed in (0, 100, 500, 1111):
-            rows = rows_of(with_formed(table, formed), torch.arange(1111))
-            torch.testing.assert_close(rows, matrix, rtol=1e-4, atol=1e-4)
-        assert with_formed(table, 1111).cores == ()
+        torch.testing.assert_close(rows_of(table, torch.arange(1111)), matrix, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -104,3 +108,22 @@ def test_every_architecture_is_served(
             served, _ = serving_copy(model, arguments, form, "float32")
             assert not any(isinstance(module, TTModule) for module in served.modules())
             torch.testing.assert_close(served(**arguments), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_lookups_of_any_order_and_dimension(form: str, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    """A feature of two tables, one that isn't looked up, and tables of two dimensions, in another order than the batch's keys."""
+    limits = {"a": 50, "unused": 10**6, "b": 40, "c": 30}
+    tables = {"wide": (8, ["c", "a"]), "narrow": (4, ["b", "a"]), "small": (8, ["b"])}
+    sizes = {name: {"name": name, "embedding_dim": dim, "feature_names": used} for name, (dim, used) in tables.items()}
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(num_embeddings=50, **each) for each in sizes.values()])
+    rows = EmbeddingCollection([EmbeddingConfig(num_embeddings=50, **each) for each in sizes.values() if each["name"] != "narrow"])
+    batch = random_jagged(limits, 6)
+    served, _ = serving_copy(bags, {"features": batch}, form, "float32")
+    torch.testing.assert_close(served(batch).to_dict(), bags(batch).to_dict())
+    served, _ = serving_copy(rows, {"features": batch}, form, "float32")
+    expected = rows(batch)
+    for name, found in served(batch).items():
+        torch.testing.assert_close(found.values(), expected[name].values())
+        assert found.lengths().equal(expected[name].lengths())

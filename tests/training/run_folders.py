@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from comera_rec.cli.main import main
-from comera_rec.training.checkpoint import CheckpointWriter, checkpoint_at, latest_checkpoint, open_checkpoint
+from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
 
 RANKS = ["ranks.early_steps=4", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.objective=budget"]
 DENSE = ["tables.format=dense", "linears.format=dense"]
@@ -21,12 +21,6 @@ def call(*arguments: object) -> int:
     with pytest.raises(SystemExit) as stop:
         main([str(argument) for argument in arguments])
     return int(stop.value.code or 0)
-
-
-def save_checkpoint(folder: Path, step: int, record: dict[str, Any], tensors: dict[str, Any], **options: Any) -> Path:
-    """Write a checkpoint; return its path."""
-    CheckpointWriter(folder, keep=options.pop("keep", 2)).save(step, record, tensors, **options)
-    return folder / f"step_{step:08d}"
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:

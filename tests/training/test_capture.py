@@ -60,7 +60,7 @@ class Training:
         ).to(device)  # fmt: skip
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr, fused=True)
         self.scheduler = RankScheduler(self.model, self.optimizer, ranks) if ranks else None
-        self.update: Callable[[list[Batch]], Tensor] = self._update
+        self.update: Callable[[Batch], Tensor] = self._update
         self.calls: list[str] = []
         if capture:
             recorder: Any = StandIn(self._frozen) if device == "cpu" else CudaRecorder(torch.device(device))
@@ -68,8 +68,7 @@ class Training:
                 setattr(recorder, name, self._noted(name, getattr(recorder, name)))
             self.update = CapturedUpdate(self._update, self.optimizer, recorder)
 
-    def _update(self, parts: list[Batch]) -> Tensor:
-        (batch,) = parts
+    def _update(self, batch: Batch) -> Tensor:
         self.optimizer.zero_grad()
         loss = F.binary_cross_entropy_with_logits(self.model(batch.dense, batch.sparse).squeeze(1), batch.labels)
         (self.scheduler.loss(loss) if self.scheduler else loss).backward()
@@ -91,7 +90,7 @@ class Training:
     def run(self, seeds: Iterable[int], **shape: Any) -> Tensor:
         losses = []
         for seed in seeds:
-            losses.append(self.update([batch(seed, **shape).to(next(self.model.parameters()).device)]))
+            losses.append(self.update(batch(seed, **shape).to(next(self.model.parameters()).device)))
             if self.scheduler is not None and self.scheduler.step() and isinstance(self.update, CapturedUpdate):
                 self.update.reset()
         return torch.stack(losses).cpu()
@@ -166,17 +165,6 @@ def test_optimizers_that_cannot_be_captured_are_named() -> None:
         optimizer = kind(nn.Linear(2, 2).parameters())
         with pytest.raises(ValueError, match=rf"a step of {kind.__name__} can't be captured: .* set training\.capture=false"):
             CapturedUpdate(lambda _: torch.zeros(()), optimizer, Any)  # type: ignore[arg-type]
-
-
-def test_a_run_trains_through_graphs(config_file: Path, tmp_path: Path) -> None:
-    ranks = ["ranks.early_steps=6", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=5", "training.steps=24"]
-    eager = Trainer(load_config(config_file, [*ranks, f"output={tmp_path / 'eager'}"]))
-    graphed = Trainer(load_config(config_file, [*ranks, f"output={tmp_path / 'graphed'}"]))
-    recorder: Any = StandIn(lambda: tuple(p.data_ptr() for p in graphed.model.parameters()))
-    graphed.step.update = CapturedUpdate(graphed.step.update, graphed.optimizer, recorder)
-    names = ("loss", "auc", "ne", "params")
-    actual, expected = graphed.train(), eager.train()
-    assert [actual[name] for name in names if name in actual] == [expected[name] for name in names if name in expected]
 
 
 DEMO = [

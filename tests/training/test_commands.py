@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import zlib
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -15,9 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.models.dlrm import DLRM
 
 from comera_rec.cli.main import main
-from comera_rec.training.config import load_config
 from comera_rec.training.runs import load_run
-from comera_rec.training.trainer import Trainer
 from tests.training.run_folders import DENSE, call
 
 
@@ -73,7 +70,6 @@ def test_train_evaluate_report_export(
         (["train", "--config", "{config}", "data.path={tmp}/nowhere"], "is not a preprocessed data set"),
         (["train", "--config", "{config}", "output=/dev/null/run"], "/dev/null/run"),
         (["train", "--config", "{config}", "output={config}"], "run.toml, which is a file: give a folder"),
-        (["train", "--config", "{config}", "training.accumulation=3"], "can't share equally in 3 parts each: give a multiple of 3"),
         (["train", "--config", "{config}", "training.task_weights=[1, 2, 3]"], "3 numbers and {data} the labels label: give one"),
         (["train", "--config", "{config}", "tables.start=vectors"], "preprocess with --order similarity"),
         (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint"),
@@ -179,42 +175,3 @@ def test_bugs_show_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMERA_TRACEBACK", "1")
     with pytest.raises(ValueError, match="is not a run"):
         main(bug)
-
-
-def test_a_record_that_does_not_fit_its_checkpoint_is_refused_in_one_line(config_file: Path, tmp_path: Path) -> None:
-    Trainer(load_config(config_file, ("training.steps=1",))).train()
-    (path,) = (tmp_path / "run" / "checkpoints").glob("*/record.json")
-    saved = json.loads(path.read_text())
-    record, schema = saved["record"], saved["record"]["schema"]
-    for changed in (
-        {"schema": schema | {"sparse": schema["sparse"] | {"C1": 2**62}}},
-        {"schema": schema | {"sparse": schema["sparse"] | {"C1": -1}}},
-        {"schema": None},
-        {"best": None},
-    ):
-        content = record | changed
-        checksum = zlib.crc32(json.dumps(content).encode())
-        path.write_text(json.dumps(saved | {"record": content, "record_checksum": checksum}))
-        with pytest.raises(ValueError, match=r"run holds a checkpoint whose model can't be made \(.+\): give another run$"):
-            load_run(tmp_path / "run")
-
-
-@pytest.mark.parametrize("columns", [{"tags": "list"}, {"ad": "category"}])
-def test_logs_without_integer_columns_are_trained_on(
-    columns: dict[str, str], tmp_path: Path, config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    lines = []
-    for value in torch.randint(150, (2000,), generator=generator).tolist():
-        cells = {"category": f"v{value}", "list": f"v{value}|v{(value + 1) % 150}"}
-        lines.append(",".join([str(int(value % 3 == 0)), *(cells[kind] for kind in columns.values())]))
-    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
-    named = "\n".join(f'{name} = "{kind}"' for name, kind in columns.items())
-    (tmp_path / "schema.toml").write_text(f'separator = ","\n[columns]\nclick = "label"\n{named}\n')
-    data, run = str(tmp_path / "categories"), str(tmp_path / "run")
-    assert call("preprocess", "--input", tmp_path / "log.csv", "--schema", tmp_path / "schema.toml", "--output", data) == 0
-    settings = [f"data.path={data}", "training.steps=60", "optimizer.lr_cores=0.02", "optimizer.lr_dense=0.02"]
-    assert call("train", "--config", config_file, *settings) == 0
-    capsys.readouterr()
-    assert call("evaluate", "--checkpoint", run, "--data", data) == 0
-    assert json.loads(capsys.readouterr().out)["auc"] > 0.9, "the value alone decides the label"

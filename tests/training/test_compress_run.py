@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from comera_rec.convert import compression_report, fit_tables_
-from comera_rec.nn import named_tt_modules
-from comera_rec.training import from_runs
-from comera_rec.training.checkpoint import open_checkpoint
+from comera_rec.convert import compression_report
 from comera_rec.training.config import load_config
 from comera_rec.training.from_runs import compress_run
 from comera_rec.training.runs import load_run
@@ -62,27 +59,6 @@ def test_training_continues_from_its_weights(
         assert torch.equal(trainer.model.state_dict()[name], value), name
     assert call("train", "--config", config_file, f"output={run}", *same) == 0
     assert json.loads((run / "result.json").read_text())["steps"] == 12
-
-
-def test_rows_that_were_trained_most_are_approximated_best(
-    dense: Path, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Errors weighted by Adagrad's sums of squared gradients are smaller than if all rows had equal weight."""
-    checkpoint = open_checkpoint(dense / "checkpoints" / "step_00000012")
-    errors = []
-    for weighted in (True, False):
-        if not weighted:
-            monkeypatch.setattr(from_runs, "fit_tables_", lambda *given: fit_tables_(*given[:3]))
-        same = ["tables.tt_ranks=none", "tables.compression=4", f"output={tmp_path / str(weighted)}"]
-        squares = 0.0
-        for name, table in named_tt_modules(compress_run(dense, load_config(config_file, same)).model):
-            short = name.rpartition(".")[2]
-            if f"tables/{short}/momentum1" in checkpoint.sizes:
-                key = next(key for key in checkpoint.sizes if key.startswith("model/") and key.endswith(f".{short}.weight"))
-                weight, sums = checkpoint.read([key, f"tables/{short}/momentum1"]).values()
-                squares += float((sums[:, None] * (table.dense_matrix().detach() - weight).square()).sum())
-        errors.append(squares)
-    assert 0 < errors[0] < errors[1]
 
 
 def test_mistakes_name_the_remedy(dense: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from comera_rec import TTEmbeddingBagConfig
 from comera_rec.training.config import load_config, parse_config
-from comera_rec.training.model import Schema, table_configs
+from comera_rec.training.model import Schema
 
 MINIMAL = {"output": "runs/x", "data": {"path": "data"}}
 
@@ -32,17 +31,12 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
         {**MINIMAL, "ranks": {"early_steps": 7, "late_steps": 3, "target_size": 0.5}, "tables": {"compression": 50}}
     )
     assert parse_config(config.to_dict()) == config
+    plain = config.to_dict()
+    former = {"ranks": plain["ranks"] | {"score": None}, "checkpoints": {"asynchronous": True}}
+    assert parse_config(plain | former) == config, "of an earlier version"
     assert load_config(None, ["data.path=data", "output=runs/x", "seed=2"]) == parse_config({**MINIMAL, "seed": 2}), (
         "without a file"
     )
-
-
-def test_named_tables_stay_dense() -> None:
-    schema = Schema(dense=("I1",), sparse={"C1": 20_000, "C2": 20_000})
-    tables = table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C2"]}}), schema)
-    assert [isinstance(table, TTEmbeddingBagConfig) and table.is_tt for table in tables] == [True, False]
-    with pytest.raises(ValueError, match="dense_tables names 'C3', which is no table: choose from 'C1', 'C2'"):
-        table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C3"]}}), schema)
 
 
 def test_differing_columns_are_listed_in_their_order() -> None:
@@ -59,7 +53,7 @@ def test_differing_columns_are_listed_in_their_order() -> None:
         ({"zzz": 1}, r"unknown key zzz; known keys: output, data"),
         ({"data": {"path": "d", "batch_size": 0}}, r"data\.batch_size: Input should be greater than 0, not 0"),
         ({"data": {}}, r"data\.path is missing: set it in the file, or as data\.path=VALUE on the command line"),
-        ({"tables": {"format": "sparse"}}, r"tables\.format: Input should be 'tt', 'dense' or 'off'"),
+        ({"tables": {"format": "sparse"}}, r"tables\.format: Input should be 'tt' or 'dense'"),
         ({"tables": {"tt_ranks": 4, "compression": 9}}, r"tt_ranks 4 and compression 9\.0 are both given"),
         ({"linears": {"tt_ranks": [4, -1, 4]}}, r"tt_ranks is -1: give a positive integer"),
         ({"ranks": {"early_steps": 1, "target_size": 0.5}}, r"a late stage needs both"),

@@ -1,4 +1,4 @@
-"""Controls of a run: learning rates, clipping, accumulation, weight decay, the best checkpoint, early stopping."""
+"""Controls of a run: learning rates, weight decay, the best checkpoint, early stopping."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from comera_rec.training.step import rate_factor
 from comera_rec.training.trainer import Trainer
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
-from tests.training.run_folders import DENSE, call, losses, validation
+from tests.training.run_folders import DENSE, call, validation
 
 # Learning rates at which the first steps are the best.
 OVERSHOOTING = ["training.eval_every=2", "training.keep_best=true", "optimizer.lr_dense=0.5", "optimizer.lr_cores=0.5"]
-WHOLE_GRADIENTS = ["training.clip_grad_norm=1e9", "optimizer.lr_tables=1e-9"]  # so that dense tables stay unchanged
 
 
 def run(config_file: Path, *overrides: str) -> tuple[Trainer, dict[str, Any]]:
@@ -54,30 +53,6 @@ def test_a_run_ends_at_small_rates_for_tables_updated_in_backward_too(config_fil
     assert {group["name"]: group["lr"] for group in trainer.optimizer.param_groups}["dense"] == pytest.approx(0.001)
     assert moves[0].abs().max() > 0
     torch.testing.assert_close(moves[1], moves[0] / 8)
-
-
-@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_gradients_are_clipped_as_torch_does(config_file: Path, max_norm: float) -> None:
-    trainer = Trainer(load_config(config_file, [f"training.clip_grad_norm={max_norm}"]))
-    trainer._step(iter(trainer.loader))
-    parameters = [parameter for parameter in trainer.module.parameters() if parameter.grad is not None]
-    cores = [parameter for name, parameter in trainer.module.named_parameters() if ".core_" in name]
-    assert all(core.grad is not None for core in cores), "cores of tables are clipped, not updated in backward"
-    norm = torch.nn.utils.clip_grad_norm_(parameters, 1e9)
-    assert float(norm) <= max_norm * (1 + 1e-4)
-    assert (float(norm) == pytest.approx(max_norm, rel=1e-2)) == (max_norm < 1)
-
-
-@pytest.mark.parametrize("price", [[], ["ranks.early_steps=99", "ranks.gamma=0.5"]], ids=["loss", "price of size"])
-def test_parts_add_up_to_the_step_of_the_whole_batch(config_file: Path, tmp_path: Path, price: list[str]) -> None:
-    settings = [*WHOLE_GRADIENTS, *price, "training.log_every=1", "optimizer.name=adagrad"]
-    whole, _ = run(config_file, *settings, f"output={tmp_path / 'whole'}")
-    parts, _ = run(config_file, *settings, "training.accumulation=4", f"output={tmp_path / 'parts'}")
-    assert parts.loader.batches.batch_size == 32
-    assert losses(parts.folder) == pytest.approx(losses(whole.folder), rel=1e-4)
-    if price:
-        unpriced, _ = run(config_file, *settings[:2], *settings[-2:], f"output={tmp_path / 'unpriced'}")
-        assert losses(unpriced.folder) != pytest.approx(losses(whole.folder), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["cores", "dense"])

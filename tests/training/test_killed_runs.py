@@ -99,19 +99,16 @@ class Attempt:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("processes", "number", "asynchronous"), [(1, signal.SIGTERM, False), (2, signal.SIGKILL, True)])
-def test_killed_runs_equal_unbroken_ones(
-    config_file: Path, tmp_path: Path, processes: int, number: signal.Signals, asynchronous: bool
-) -> None:
+@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGTERM), (2, signal.SIGKILL)])
+def test_killed_runs_equal_unbroken_ones(config_file: Path, tmp_path: Path, processes: int, number: signal.Signals) -> None:
     whole, broken, moments, killed = tmp_path / "whole", tmp_path / "broken", random.Random(0), 0
-    settings = [*OFTEN, f"checkpoints.asynchronous={str(asynchronous).lower()}"]
-    unbroken = Attempt(tmp_path / "store", processes, config_file, [*settings, f"output={whole}"])
+    unbroken = Attempt(tmp_path / "store", processes, config_file, [*OFTEN, f"output={whole}"])
     unbroken.wait_for_training()
     began = time.monotonic()
     unbroken.require_end(0)
     seconds = time.monotonic() - began
     while killed < KILLS and not (broken / "result.json").exists():
-        attempt = Attempt(tmp_path / f"store_{killed}", processes, config_file, [*settings, f"output={broken}"])
+        attempt = Attempt(tmp_path / f"store_{killed}", processes, config_file, [*OFTEN, f"output={broken}"])
         if moments.random() < 0.9:  # otherwise during the start
             attempt.wait_for_training()
         if attempt.ends(moments.uniform(0, seconds / KILLS)):
@@ -121,7 +118,7 @@ def test_killed_runs_equal_unbroken_ones(
             killed += 1
             if number == signal.SIGTERM:
                 require_last_step(broken)
-    Attempt(tmp_path / "last", processes, config_file, [*settings, f"output={broken}"]).require_end(0)
+    Attempt(tmp_path / "last", processes, config_file, [*OFTEN, f"output={broken}"]).require_end(0)
     assert_same_run(broken, whole)
 
 

@@ -42,7 +42,7 @@ def train_on(processes: int, *arguments: Any) -> list[dict[str, Any]]:
     return first
 
 
-FORMATS = {"hot rows": HOT_ROWS, "adagrad": ["optimizer.name=adagrad"], "dense": DENSE, "off": ["tables.format=off"]}
+FORMATS = {"hot rows": HOT_ROWS, "adagrad": ["optimizer.name=adagrad"], "dense": DENSE}
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -122,11 +122,7 @@ def test_two_processes_start_from_the_initial_values_of_one(config_file: Path, t
 
 
 CONTROLS = {
-    "clipping and weight decay": [
-        "training.clip_grad_norm=0.1", "optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1",
-        "training.eval_every=4",
-    ],
-    "accumulation": ["training.accumulation=2", "ranks.early_steps=99", "ranks.gamma=0.5", "training.eval_every=4"],
+    "weight decay": ["optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1", "training.eval_every=4"],
     "early stopping": [
         "training.eval_every=2", "training.keep_best=true", "training.patience=2", "optimizer.lr_dense=0.3", "training.steps=24",
     ],
@@ -192,27 +188,11 @@ def test_processes_stop_at_the_same_step_if_one_is_terminated(config_file: Path)
     assert steps == 12
 
 
-ASYNCHRONOUS = ["checkpoints.asynchronous=true", "training.checkpoint_every=2", "training.keep_checkpoints=9"]
-
-
-def test_asynchronous_checkpoints_are_those_of_their_step(config_file: Path, tmp_path: Path) -> None:
-    runs = [
-        [*ASYNCHRONOUS, *HOT_ROWS, f"output={tmp_path / kind}", f"checkpoints.asynchronous={kind}"] for kind in ("true", "false")
-    ]
-    run_processes(2, train, config_file, *runs)
-    for step in (2, 8, 12):
-        assert_close(tensors(tmp_path / "true", step), tensors(tmp_path / "false", step))
-
-
-def test_a_failed_write_ends_the_run_at_the_next_step(config_file: Path, tmp_path: Path) -> None:
+def test_a_failed_write_ends_the_run(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
-    trainer = Trainer(load_config(config_file, ASYNCHRONOUS))
-    with pytest.raises(OSError, match=r"cannot write checkpoint .*step_00000002 \(File exists\); free some space"):
-        trainer.train()
-    assert trainer.steps <= 4
-    with pytest.raises(RuntimeError, match=r"cannot write checkpoint .*step_00000002 \(File exists\)"):
-        run_processes(2, train, config_file, ASYNCHRONOUS)
+    with pytest.raises(RuntimeError, match=r"cannot write checkpoint .*step_00000006 \(File exists\); free some space"):
+        run_processes(2, train, config_file, [])
 
 
 def test_a_launched_run_whose_processes_are_killed_restarts_and_equals_an_unbroken_one(config_file: Path, tmp_path: Path) -> None:

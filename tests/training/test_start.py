@@ -34,7 +34,6 @@ def saved_start(rank: int, config_file: Path, overrides: list[str], output: Path
     """The tensors of a new run at step 0."""
     trainer = Trainer(load_config(config_file, [*overrides, f"output={output}"]))
     trainer.save()
-    trainer.writer.wait()
     if dist.is_initialized():
         dist.barrier()
     path = latest_checkpoint(output / "checkpoints")

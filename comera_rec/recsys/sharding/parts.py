@@ -303,7 +303,6 @@ class RowShard(TTEmbeddingBag):
             dtype=bag.core_0.dtype,
         )
         self.std = bag.std
-        self.group = group
         self._whole, self._whole_rows = bag.shape, bag.num_embeddings
         self.num_digits = max(0, min(digits, first - process_rank * digits))
         first_digit = process_rank * digits
@@ -336,12 +335,6 @@ class RowShard(TTEmbeddingBag):
     @property
     def lookup_order(self) -> None:
         return None  # ids arrive as rows: see `RowWise.in_rows`
-
-    def sum_over_shards(self, local: Tensor) -> Tensor:
-        """Sum over the shards; every process calls this for the same shards in the same order."""
-        total = local.clone()
-        dist.all_reduce(total, group=self.group)
-        return total
 
 
 class ReplicatedLookup(TTEmbeddingBagCollection):

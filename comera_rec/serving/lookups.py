@@ -1,7 +1,7 @@
-"""Lookups with torch's operators alone, so that an exported model runs wherever torch does.
+"""Lookups of exported models: with torch's operators alone, or by an operator whose shared library is exported beside the model.
 
-F features of B bags each, V values, N columns. Every value is looked up in every group of tables, and rows from groups without its
-table are masked out, because an exported program can't split values by feature.
+F features of B bags each, V values, N columns. With torch's operators, every value is looked up in every group of tables, and rows
+from groups without its table are masked out, because an exported program can't split values by feature.
 """
 
 from __future__ import annotations
@@ -13,24 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera_rec.ops.served_bags import ServedTable, Slab, least_type, quantize
+from comera_rec.ops.served_bags import Packed, ServedTable, Slab, least_type, pack, quantize, served_bags
 
 
 class ServedTables(nn.Module):
-    """One table for each of F features.
+    """One table for each of F features, all of one dimension."""
 
-    Args:
-        tables: as many as features; None for a feature whose values aren't looked up, and whose bags are zero.
-    """
-
-    def __init__(self, tables: Sequence[ServedTable | None]) -> None:
+    def __init__(self, tables: Sequence[ServedTable]) -> None:
         super().__init__()
-        self.features, self.columns = len(tables), next(table.columns for table in tables if table)
-        self.any_mean, self.any_unused = any(table.mean for table in tables if table), None in tables
-        self.limits = nn.Buffer(torch.tensor([table.rows if table else 1 for table in tables]))
-        self.means = nn.Buffer(torch.tensor([bool(table and table.mean) for table in tables]))
-        self.is_unused = nn.Buffer(torch.tensor([table is None for table in tables]))
-        orders = {t: table.row_order for t, table in enumerate(tables) if table and table.row_order is not None}
+        self.features, self.columns = len(tables), tables[0].columns
+        self.any_mean = any(table.mean for table in tables)
+        self.limits = nn.Buffer(torch.tensor([table.rows for table in tables]))
+        self.means = nn.Buffer(torch.tensor([table.mean for table in tables]))
+        orders = {t: table.row_order for t, table in enumerate(tables) if table.row_order is not None}
         starts, start = torch.full((len(tables),), -1), 0
         for t, order in orders.items():
             starts[t], start = start, start + len(order)
@@ -66,10 +61,8 @@ class ServedTables(nn.Module):
         ends = self._by_feature(lengths).clamp(0, values.shape[0]).sum(1).cumsum(0)
         return torch.searchsorted(ends, torch.arange(values.shape[0]), right=True).clamp(max=self.features - 1)
 
-    def used(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Replace the values that aren't looked up by 0, and ids by rows where they differ."""
-        if self.any_unused:
-            values = torch.where(self.is_unused[self.feature_of(values, lengths)], 0, values)
+    def rows_of(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Replace ids by rows where they differ."""
         if self.row_orders is None:
             return values
         feature = self.feature_of(values, lengths)
@@ -81,32 +74,46 @@ class ServedTables(nn.Module):
         return lengths.view(self.features, lengths.shape[0] // self.features)
 
 
-def filled(tables: Sequence[ServedTable | None]) -> list[ServedTable]:
-    """Put a table of one row, which is zero, wherever there is none."""
-    columns = next(table.columns for table in tables if table)
-    zero = ServedTable(name="", rows=1, columns=columns, mean=False, formed=torch.zeros(1, columns))
-    return [table or zero for table in tables]
+class FastTables(ServedTables):
+    """Lookups by a single operator, which raises an error for an id out of range."""
+
+    def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
+        super().__init__(tables)
+        self.storage, self.layout, self.slabs = map(nn.Buffer, pack(tables, dtype))
+
+    def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
+        if weights is not None:
+            return super().forward(values, lengths, weights)
+        return self._bags(self.rows_of(values, lengths), lengths)
+
+    def rows(self, values: Tensor, lengths: Tensor) -> Tensor:
+        # Each value is a bag, of its own feature alone.
+        lengths_FV = torch.arange(self.features)[:, None] == self.feature_of(values, lengths)
+        return self._bags(self.rows_of(values, lengths), lengths_FV.long().flatten()).sum(1)
+
+    def _bags(self, values: Tensor, lengths: Tensor) -> Tensor:
+        lead = torch.zeros(lengths.shape[0] // self.features, self.columns)
+        return served_bags(Packed(self.storage, self.layout, self.slabs), lead, values, lengths)[:, 1:]
 
 
 class PortableTables(ServedTables):
     """Lookups in torch's operators; NaN for an id out of range."""
 
-    def __init__(self, tables: Sequence[ServedTable | None], dtype: torch.dtype) -> None:
+    def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
         super().__init__(tables)
-        used = filled(tables)
         sources: list[nn.Module] = []
-        if any(len(table.formed) for table in used):
-            sources.append(_Formed(used, dtype))
+        if any(len(table.formed) for table in tables):
+            sources.append(_Formed(tables, dtype))
         orders: dict[tuple[int, ...], list[int]] = {}
-        for t, table in enumerate(used):
+        for t, table in enumerate(tables):
             if table.cores:
                 orders.setdefault(table.col_modes, []).append(t)
-        sources += [_Cores(used, members, dtype) for members in orders.values()]
-        sources += [_Hot(used, members, dtype) for members in _by_width(used)]
+        sources += [_Cores(tables, members, dtype) for members in orders.values()]
+        sources += [_Hot(tables, members, dtype) for members in _by_width(tables)]
         self.sources = nn.ModuleList(sources)
 
     def rows(self, values: Tensor, lengths: Tensor) -> Tensor:
-        values, feature = self.used(values, lengths), self.feature_of(values, lengths)
+        values, feature = self.rows_of(values, lengths), self.feature_of(values, lengths)
         is_valid = (values >= 0) & (values < self.limits[feature])
         ids = torch.where(is_valid, values, 0)
         rows: Tensor = self.sources[0](ids, feature)
