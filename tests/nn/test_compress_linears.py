@@ -49,7 +49,7 @@ def test_large_layers_are_replaced_and_shared_ones_stay_shared() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_filter_fn_chooses_by_module_and_name() -> None:
+def test_filter_fn_chooses_by_module_and_name_and_the_model_itself_may_be_a_layer() -> None:
     model = Tower()
     asked = []
 
@@ -60,13 +60,9 @@ def test_filter_fn_chooses_by_module_and_name() -> None:
     compress_(model, linears=LinearCompression(tt_ranks=4), filter_fn=only_body)
     assert tt_names(model) == ["body.0"]
     assert asked == ["first", "body.0", "head"]
-
-
-def test_the_model_itself_may_be_a_linear_layer() -> None:
-    layer = nn.Linear(200, 130, dtype=torch.float64)
+    layer, x = nn.Linear(200, 130, dtype=torch.float64), torch.randn(3, 200, dtype=torch.float64)
     compressed = compress_(layer, linears=LinearCompression(tt_ranks=10**6, order=2, policy="always"), init="tt_svd")
     assert isinstance(compressed, TTLinear)
-    x = torch.randn(3, 200, dtype=torch.float64)
     torch.testing.assert_close(compressed(x), layer(x))
 
 
@@ -81,9 +77,7 @@ def test_policy_auto_leaves_layers_that_would_not_get_smaller_and_faster() -> No
     assert re.fullmatch(r"stays dense: ranks .*, 1.0x smaller, predicted .* at batch 4096, less than 1.2x", slower.reason)
     # The same middle rank is no obstacle if the input can be contracted past it, at the small ranks beside it.
     assert LinearCompression(tt_ranks=(4, 500, 4)).decide(1024, 1024).shape is not None
-
-
-def test_policy_auto_decides_for_the_batch() -> None:
+    # It decides for the batch.
     assert LinearCompression(tt_ranks=16, batch=4096).decide(256, 256).shape is not None
     assert LinearCompression(tt_ranks=16, batch=8).decide(256, 256).shape is None
 
@@ -102,12 +96,6 @@ def test_compression_is_reached() -> None:
         shape = LinearCompression(compression=target).decide(512, 384).shape
         assert shape is not None
         assert target <= 512 * 384 / shape.num_params <= 1.2 * target
-
-
-def test_subclasses_are_left_dense() -> None:
-    attention = nn.MultiheadAttention(128, 4)
-    with pytest.raises(ValueError, match="no linear layer was compressed"):
-        compress_(attention, linears=LinearCompression(tt_ranks=4))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's fast path in evaluation
@@ -218,8 +206,9 @@ def test_weights_shared_with_another_kind_of_module_stay_dense(caplog: pytest.Lo
     assert model.output.weight is model.embedding.weight
     expected = "output: 128 x 300, stays dense: its weight is also that of 'embedding'"
     assert caplog.messages[-1] == expected
-    with pytest.raises(ValueError, match="no linear layer was compressed"):
-        compress_(model.output, linears=LinearCompression(tt_ranks=4), filter_fn=lambda module, name: False)
+    for dense in (model.output, nn.MultiheadAttention(128, 4)):  # whose linear layer is of a subclass
+        with pytest.raises(ValueError, match="no linear layer was compressed"):
+            compress_(dense, linears=LinearCompression(tt_ranks=4), filter_fn=lambda module, name: module is not model.output)
 
 
 def test_weights_shared_with_a_layer_that_stays_dense_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
