@@ -28,7 +28,8 @@ from benchmarks.lookup.rivals import (
     Batch,
     ChainedTables,
     EmbeddingBags,
-    FbgemmProvider,
+    FbgemmTables,
+    FusedProvider,
     RowWiseAdagrad,
     SplitTableBatchedEmbeddingBagsCodegen,
     chain_bytes,
@@ -232,7 +233,9 @@ class LookupWorkload:
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
         """Parameters, compression of the TT tables, and unique ids of a batch, averaged over the batches."""
-        params = parameter_count(provider.module) if isinstance(provider, TorchProvider) else sum(self.case.rows) * self.case.dim
+        assert isinstance(provider, TorchProvider)
+        is_dense = isinstance(provider.module, EmbeddingBags | FbgemmTables)
+        params = sum(self.case.rows) * self.case.dim if is_dense else parameter_count(provider.module)
         unique = sum(len(ids_U) for batch in self.batches for ids_U in batch.unique_ids) / len(self.batches)
         return {"params": float(params), "compression": self.case.compression, "unique_ids": unique}
 
@@ -259,9 +262,14 @@ class LookupWorkload:
 
         return TorchProvider(module, [(batch,) for batch in self.batches], self.upstream, optimizer=optimizer, shown=shown)
 
-    def _fbgemm(self) -> FbgemmProvider:
+    def _fbgemm(self) -> FusedProvider:
         self._tables()
-        return FbgemmProvider(self._storage(), self.case.rows, self.case.dim, self.batches, self.upstream, lr=LR, eps=EPS)
+        module = FbgemmTables(self._storage(), self.case.rows, self.case.dim, lr=LR, eps=EPS)
+
+        def shown() -> dict[str, Tensor]:
+            return {"rows after Adagrad": self.batches[0].unique_rows(module.bags.split_embedding_weights())}
+
+        return FusedProvider(module, [(batch,) for batch in self.batches], self.upstream, shown=shown)
 
     def _chained(self, *, dedup: bool) -> TorchProvider:
         cores = {  # (m, r, n, s); the rank parameters are ones

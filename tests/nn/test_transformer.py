@@ -132,6 +132,8 @@ def test_a_causal_encoder_does_not_look_ahead_and_positions_matter() -> None:
     assert not torch.allclose(encoder(ids)[:, 4:], encoder(changed)[:, 4:])
     same = encoder(torch.zeros(1, 2, dtype=torch.long))[0]
     assert not torch.allclose(same[0], same[1])
+    classify = ClassificationHead(16, 3)
+    assert torch.equal(classify(encoder(ids)), classify(encoder(changed))), "scores are those of the first position"
 
 
 class MaskedModel(nn.Module):
