@@ -19,7 +19,7 @@ from benchmarks.harness.cli import run_command
 from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, chosen, measure_case
 from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
-from benchmarks.harness.rows import Row, RowWriter, read_rows
+from benchmarks.harness.rows import Row, read_rows, writing_rows
 from benchmarks.harness.timing import Plan, alternate
 from benchmarks.harness.workload import TorchProvider
 from benchmarks.linear import LinearCase, LinearWorkload
@@ -56,8 +56,8 @@ def row() -> Row:
 class TestRows:
     def test_written_rows_are_read_back(self, row: Row, tmp_path: Path) -> None:
         rows = [row, replace(row, unit="MiB", ratios={})]
-        with RowWriter(tmp_path / "rows.jsonl") as writer:
-            writer.write(rows)
+        with writing_rows(tmp_path / "rows.jsonl") as write:
+            write(rows)
             assert not (tmp_path / "rows.jsonl").exists()
         assert read_rows(tmp_path / "rows.jsonl") == rows
         assert '"pass": "forward+backward"' in row.to_json()
@@ -67,8 +67,8 @@ class TestRows:
         path.write_text("earlier")
 
         def fail() -> None:
-            with RowWriter(path) as writer:
-                writer.write([row])
+            with writing_rows(path) as write:
+                write([row])
                 raise RuntimeError("on the way")
 
         with pytest.raises(RuntimeError, match="on the way"):
