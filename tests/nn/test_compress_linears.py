@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
-from transformers import BertConfig, BertModel
 
 from comera_rec import LinearCompression, TTLinear, compress_, export_dense
 from comera_rec.nn import named_tt_modules
@@ -112,21 +111,6 @@ def test_torchs_transformer_encoder_runs_in_both_modes(batch_first: bool) -> Non
     torch.testing.assert_close(trained, dense(x, src_key_padding_mask=padded), rtol=1e-4, atol=1e-4)
     with torch.no_grad():  # outputs at padding differ between torch's own modes
         torch.testing.assert_close(model.eval()(x, src_key_padding_mask=padded) * kept, trained * kept, rtol=1e-4, atol=1e-4)
-
-
-def test_bert_of_transformers_is_compressed_throughout() -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
-    dense = BertModel(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).eval()
-    model = compress_(copy.deepcopy(dense), linears=LinearCompression(tt_ranks=10**6, policy="always"), init="tt_svd")
-    assert len(tt_names(model)) == 6 * 2 + 1  # per layer query, key, value, attention output and two feed-forward; and the pooler
-    ids = torch.randint(100, (3, 7))
-    mask = torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [1] + [0] * 6])
-    for evaluate in (True, False):
-        expected, actual = (each.train(not evaluate)(ids, attention_mask=mask) for each in (dense, model))
-        for name in ("last_hidden_state", "pooler_output"):
-            torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
-    actual.pooler_output.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def tied(bias: bool = True) -> nn.Sequential:

@@ -24,7 +24,7 @@ from comera_rec.tt import TTShape
 
 def differentiate(
     function: Callable[..., Tensor],
-    tables: list[TTEmbeddingBag],
+    tables: Sequence[TTEmbeddingBag],
     *batch: object,
     grad: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -56,7 +56,11 @@ def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: tor
 
 
 def check(
-    tables: list[TTEmbeddingBag], *batch: object, impl: str = "auto", oracle: Callable[..., Tensor] = pool_dense, **arguments: Any
+    tables: Sequence[TTEmbeddingBag],
+    *batch: object,
+    impl: str = "auto",
+    oracle: Callable[..., Tensor] = pool_dense,
+    **arguments: Any,
 ) -> None:
     """Compare outputs and gradients with those of the oracle in float64."""
     actual = differentiate(pool, tables, *batch, impl=impl, **arguments)
@@ -116,7 +120,7 @@ def test_any_bags(data: st.DataObject) -> None:
     check(tables, ids, offsets.to(index), impl=impl, grad=grad, **arguments)
 
 
-def lookups(tables: list[TTEmbeddingBag], count: int) -> list[Tensor]:
+def lookups(tables: Sequence[TTEmbeddingBag], count: int) -> list[Tensor]:
     return [(torch.rand(count) ** 3 * table.num_embeddings).long() for table in tables]
 
 

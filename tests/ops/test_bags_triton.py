@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from bag_tables import plan_of, pool, tables_of
 from torch import Tensor, nn
 
-from comera_rec import TTEmbeddingBag
 from comera_rec.ops import PairPlan, plan_lookup, tt_bags
 from comera_rec.ops.bags import kernel_calls
 from comera_rec.ops.bags.updates import register_update
@@ -52,22 +52,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def make_tables(order: int = 2, *, shapes: list[TTShape] | None = None, hot: tuple[tuple[int, int], ...] = ()) -> nn.ModuleList:
-    tables = nn.ModuleList()
-    for number, shape in enumerate(shapes or SHAPES[order]):
-        tables.append(TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, hot_rows=() if number else hot))
-    for name, parameter in tables.named_parameters():
-        nn.init.uniform_(parameter, 0.5, 1.5) if "rank" in name else nn.init.normal_(parameter)
-    return tables
+    return tables_of(shapes or SHAPES[order], hot_rows=[hot])
 
 
-def look_up(
-    tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, impl: str, *, num_cols: int = 0, plan_impl: str = "", **how: Any
-) -> Tensor:
-    shapes, device = [table.shape.row_shape for table in tables], tables[0].core_0.device
-    plan = plan_lookup([each.to(device) for each in ids], shapes, impl=plan_impl or impl)
-    parts = [table.forward_parameters() for table in tables]
-    cols = num_cols or tables[0].embedding_dim
-    return tt_bags(parts, plan, offsets.to(device), num_cols=cols, features=len(tables), impl=impl, **how)
+def look_up(tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, impl: str, *, plan_impl: str = "", **how: Any) -> Tensor:
+    device = tables[0].core_0.device
+    plan = plan_of(tables, [each.to(device) for each in ids], plan_impl or impl)
+    return pool(tables, [], offsets.to(device), plan=plan, features=len(tables), impl=impl, **how)
 
 
 def differentiate(tables: nn.ModuleList, weights: Tensor | None, *arguments: Any, **how: Any) -> dict[str, Tensor]:
