@@ -21,7 +21,7 @@ from benchmarks.harness.environment import FOLDER
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.trainings import Trained, train_all
-from benchmarks.harness.workload import Sizes
+from benchmarks.harness.workload import Given
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
@@ -84,16 +84,6 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             yield from train_all("dlrm", _cases(size, settings), partial(_measured, size, data), settings, rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepsCase(Sizes):
-    """Sizes of the log and of a run whose steps are timed."""
-
-    rows: int
-    batch: int
-    steps: int
-    compression: int
-
-
 def run_steps(settings: Settings) -> Iterator[list[Row]]:
     """Yield the trainer's medians of steps: dense, TT, and on a GPU TT in a CUDA graph. Nothing is tuned."""
     size = QUICK[0] if settings.quick else replace(SIZES[0], rows=400_000, batch=16_384, steps=120, early=20, late=20)
@@ -102,15 +92,16 @@ def run_steps(settings: Settings) -> Iterator[list[Row]]:
     forms["TT of order 2"] = replace(fast, overrides=(*fast.overrides, "tables.order=2"))
     if settings.device.startswith("cuda"):
         forms |= {f"{name}, CUDA graph": form for name, form in forms.items() if name != "dense"}
-    whole = StepsCase(rows=size.rows, batch=size.batch, steps=size.steps, compression=size.compressions[0])
-    for case, rows in each_case("gpu-dlrm", [whole], settings):
+    compression = size.compressions[0]
+    whole = Given(values={"rows": size.rows, "batch": size.batch, "steps": size.steps, "compression": compression})
+    for _, rows in each_case("gpu-dlrm", [whole], settings):
         counted: dict[str, dict[str, float]] = {}
         with tempfile.TemporaryDirectory(dir=settings.data) as folder:
             data, _ = prepare(Path(folder), size)
             for name, form in forms.items():
                 where = (f"training.device={settings.device}", f"training.capture={str('graph' in name).lower()}")
                 form, output = replace(form, overrides=form.overrides + where), Path(folder, name)
-                counted[name] = train(output, data, size, case.compression, form, form.rates[2], settings.seed)
+                counted[name] = train(output, data, size, compression, form, form.rates[2], settings.seed)
         times = {name: [of.pop("step_ms")] for name, of in counted.items()}
         yield rows("step", "ms", times, counted, ("dense", "TT"))
 

@@ -1,7 +1,7 @@
 """Writes the tables and figures of README and docs from committed rows: `python -m benchmarks.pages [--check]`.
 
-A figure is a PNG under benchmarks/results that keeps the hash of its rows. A page names a table in a comment; the lines between it
-and the closing comment are generated:
+The figure is a PNG under benchmarks/results that keeps the hash of its rows. A page names a table in a comment; the lines between
+it and the closing comment are generated:
 
     <!-- table lookup -->
     | TT tables | FBGEMM | ours |
@@ -14,8 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +23,8 @@ from PIL import Image
 
 from benchmarks import quality_tables, tables
 from benchmarks.harness.cli import run_command
-from benchmarks.harness.rows import Row, read_rows
-from benchmarks.harness.text import format_size
-from benchmarks.quality.figure import quality_figure
+from benchmarks.harness.rows import read_rows
+from benchmarks.quality.figure import save_figure
 from benchmarks.tables import RESULTS
 from data_pipeline.errors import UserError
 
@@ -58,8 +56,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-converted": quality_tables.quality_of_converted,
     "quality-decays": quality_tables.quality_of_decays,
 }
-FIGURES = {"quality.png": "*/quality.jsonl"}
-"""Figure -> the files of its rows."""
+FIGURE = RESULTS / "quality.png"
 _BLOCK = re.compile(r"(?m)^<!-- table (\S+) -->\n(?:.*\n)*?<!-- end of table -->$")
 
 
@@ -85,33 +82,9 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def stale_figures() -> dict[Path, tuple[list[Path], str]]:
-    """Figures that weren't drawn from today's rows -> the rows' files, and their hash."""
-    stale = {}
-    for name, pattern in FIGURES.items():
-        path, files = RESULTS / name, sorted(RESULTS.glob(pattern))
-        source = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-        if not path.exists() or _source(path) != source:
-            stale[path] = files, source
-    return stale
-
-
 def _source(figure: Path) -> str | None:
     with Image.open(figure) as image:
         return image.info.get("Source")
-
-
-def plot_rows(rows: Sequence[Row], path: Path, source: str = "") -> None:
-    """Plot the rows of `quality` as PNG, whose metadata keep `source`."""
-    figure = quality_figure(rows)
-    sizes = {name: size for name, size in rows[0].shapes.items() if all(row.shapes.get(name) == size for row in rows)}
-    title = f"{rows[0].op}: {', '.join(f'{name} {format_size(size)}' for name, size in sizes.items())}, {rows[0].dtype}"
-    first_rows = {row.machine: row for row in reversed(rows)}.values()  # of each machine
-    runs = [f"{row.machine}, {row.threads} threads, commit {row.commit}" for row in first_rows]
-    figure.suptitle("\n".join([textwrap.fill(title, width=int(13 * figure.get_figwidth())), *runs]), fontsize=9)
-    handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=3)
-    figure.savefig(path, dpi=120, metadata={"Source": source} if source else None)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -124,14 +97,16 @@ def fill(check: bool) -> None:
       python -m benchmarks.pages
     """
     stale = {page: text for page in pages() if (text := filled(page)) != page.read_text()}
-    figures = stale_figures()
-    names = ", ".join(str(path.relative_to(ROOT)) for path in (*stale, *figures))
+    files = sorted(RESULTS.glob("*/quality.jsonl"))
+    rows = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    is_drawn = FIGURE.exists() and _source(FIGURE) == rows
+    names = ", ".join(str(path.relative_to(ROOT)) for path in (*stale, *([] if is_drawn else [FIGURE])))
     if names and check:
         raise UserError(f"{names} differ from their rows: run python -m benchmarks.pages")
     for page, text in stale.items():
         page.write_text(text)
-    for path, (files, source) in figures.items():
-        plot_rows([row for file in files for row in read_rows(file)], path, source)
+    if not is_drawn:
+        save_figure([row for file in files for row in read_rows(file)], FIGURE, source=rows)
     click.echo(f"wrote {names}" if names else "all tables and figures match their rows")
 
 

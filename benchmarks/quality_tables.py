@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from operator import itemgetter
 from statistics import mean
-from typing import Any
 
 from benchmarks.harness.rows import Row, select
 from benchmarks.harness.trainings import SEEDS
@@ -16,11 +16,11 @@ from benchmarks.quality.runs import VARIED, chosen
 from benchmarks.quality.storage import BITS, DTYPES
 from benchmarks.tables import EPYC_AVX2, EPYC_AVX512, XEON, committed, markdown, source, spread
 
-METRICS: dict[str, Callable[[Row], float]] = {
-    "ne": lambda row: row.p50,
-    "auc": lambda row: row.counted["auc"],
+Runs = list[Row]
+METRICS: dict[str, Callable[[Runs], float]] = {
+    "ne": lambda runs: mean(row.p50 for row in runs),
+    "auc": lambda runs: mean(row.counted["auc"] for row in runs),
 }
-BEST: dict[str, Any] = {"ne": min, "auc": max}
 DATA_SETS = {
     "synth": "a million synthetic Criteo rows, Kaggle's cardinalities",
     "ml1m": "MovieLens-1M, implicit feedback",
@@ -51,8 +51,7 @@ NAMES = {
     "group and place": "row of a group + row of a place",
 }
 """Names of all methods, in the order of the tables."""
-NOT_EQUAL = ("CCE",)  # its budget leaves out the bytes of the codes
-SPLIT_DATA = {"synth": "logs"}
+NOT_EQUAL = (NAMES["CCE"],)  # its budget leaves out the bytes of the codes
 FEEDBACK = ("ml1m", "video")
 STARTS = ("random", "vectors")
 KNOWLEDGE = {("random", "none"): "", ("vectors", "none"): ", from vectors", ("vectors", "dense"): ", from vectors, distilled"}
@@ -71,110 +70,110 @@ def _measured() -> list[Row]:
     return [row for row in _committed() if row.shapes["data"] not in (*VARIED, *FEEDBACK)]
 
 
-def _sources() -> str:
-    return "".join(source(machine, "quality") for machine in RAN_ON)
+def _sources(*machines: str, command: str = "") -> str:
+    return "".join(source(machine, "quality", command) for machine in machines or RAN_ON)
+
+
+def _cell(runs: Runs, metrics: Sequence[str] = ("ne", "auc")) -> str:
+    """Format means over all seeds; nothing if some are missing."""
+    return ", ".join(f"{METRICS[metric](runs):.4f}" for metric in metrics) if len(runs) == SEEDS else ""
+
+
+def _grid(
+    header: Sequence[str],
+    sections: Mapping[str, Mapping[str, Sequence[Runs]]],
+    *,
+    metrics: Sequence[str] = ("ne", "auc"),
+    marks: bool = False,
+) -> str:
+    """Format a table of means: sections, each below its title if it has one, of lines of runs.
+
+    Lines without a cell are left out. With `marks`, a section's best cells of each column, by the first metric, are bold.
+    """
+    lines = []
+    for title, by_name in sections.items():
+        cells = {name: [_cell(runs, metrics) for runs in line] for name, line in by_name.items()}
+        compared = [line for name, line in cells.items() if marks and name not in NOT_EQUAL]
+        best = [(max if metrics[0] == "auc" else min)(filter(None, column), default="") for column in zip(*compared, strict=True)]
+        lines += [[title, *[""] * (len(header) - 1)]] if title else []
+        for name, line in cells.items():
+            is_best = [line in compared and bool(cell) and cell == of for cell, of in zip(line, best, strict=False)]
+            if any(line):
+                lines.append([name, *(f"**{cell}**" if bold else cell for cell, bold in zip_longest(line, is_best))])
+    return markdown(header, lines)
 
 
 def quality(metric: str) -> str:
     """Means of NE or AUC at equal bytes, of our tables and the rivals'; the best are bold, the dense model's are in the titles."""
     rows = chosen(_measured())
     sizes = sorted({row.shapes["compression"] for row in rows})
-    lines = []
+    sections = {}
     for data in dict.fromkeys(row.shapes["data"] for row in rows):
-        means: dict[str, dict[float, str]] = {}
-        for method in NAMES:
-            runs = {size: select(rows, data=data, provider=method, compression=size) for size in sizes}
-            means[method] = {size: f"{mean(map(METRICS[metric], of)):.4f}" for size, of in runs.items() if len(of) == SEEDS}
-        dense = "".join(f"; dense {value}" for value in means.pop("dense").values())
-        lines.append([DATA_SETS[data] + dense, *[""] * len(sizes)])
-        equal = [by_size for method, by_size in means.items() if method not in NOT_EQUAL]
-        best = {size: BEST[metric]([by_size[size] for by_size in equal if size in by_size]) for size in sizes}
-        for method, by_size in means.items():
-            if by_size:
-                marks = [
-                    f"**{by_size[size]}**" if by_size in equal and by_size.get(size) == best[size] else by_size.get(size, "")
-                    for size in sizes
-                ]
-                lines.append([NAMES[method], *marks])
-    return markdown(["", *(f"{size:g}x" for size in sizes)], lines) + _sources()
+        of_data = {name: select(rows, data=data, provider=method) for method, name in NAMES.items()}
+        dense = _cell(of_data.pop("dense"), [metric])
+        sections[f"{DATA_SETS[data]}; dense {dense}"] = {
+            name: [select(runs, compression=size) for size in sizes] for name, runs in of_data.items()
+        }
+    return _grid(["", *(f"{size:g}x" for size in sizes)], sections, metrics=[metric], marks=True) + _sources()
 
 
 def quality_of_dtypes() -> str:
     """NE and AUC of tables of each type that take equal bytes, on the logs."""
     rows = [row for row in _committed() if row.shapes["data"] == "synth"]
     by_dtype = {dtype: chosen(rows, dtype) for dtype in DTYPES}
-    methods = [name for name in NAMES if any(row.provider == name for row in by_dtype["int8"])]
     sizes = sorted({row.shapes["compression"] for row in by_dtype["int8"]})
-    lines = []
-    for method in methods:
-        cells = [NAMES[method]]
-        for size in sizes:
-            for dtype_rows in by_dtype.values():
-                runs = select(dtype_rows, provider=method, compression=size)
-                enough = len(runs) == SEEDS
-                cells.append(f"{mean(map(METRICS['ne'], runs)):.4f}, {mean(map(METRICS['auc'], runs)):.4f}" if enough else "")
-        lines.append(cells)
-    titles = [f"{size:g}x, {dtype}" for size in sizes for dtype in by_dtype]
-    return markdown(["NE, AUC", *titles], lines) + source(XEON, "quality") + source(EPYC_AVX512, "quality")
+    lines = {
+        name: [select(of_type, provider=method, compression=size) for size in sizes for of_type in by_dtype.values()]
+        for method, name in NAMES.items()
+        if select(by_dtype["int8"], provider=method)
+    }
+    header = ["NE, AUC", *(f"{size:g}x, {dtype}" for size in sizes for dtype in by_dtype)]
+    return _grid(header, {"": lines}) + _sources(XEON, EPYC_AVX512)
 
 
 def quality_of_splits() -> str:
     """NE of the split between TT tables and hot rows that is found, and of the best of twenty fixed ones, at equal bytes."""
-    runs = [row for row in chosen(_measured()) if row.provider in FOUND_OR_FIXED]
+    runs = select([row for row in chosen(_measured()) if row.provider in FOUND_OR_FIXED], data="synth")
+    counts = Counter((row.provider, row.shapes["compression"]) for row in runs)
+    seeds = range(min(counts.values()))  # those that all cases have
     lines = []
-    for data, name in SPLIT_DATA.items():
-        of_data = select(runs, data=data)
-        counts = Counter((row.provider, row.shapes["compression"]) for row in of_data)
-        seeds = range(min(counts.values()))  # those that all cases have
-        for size in sorted({size for _, size in counts}):
-            of_size = [row for row in of_data if row.shapes["compression"] == size and row.seed in seeds]
-            nes = {provider: mean(row.p50 for row in select(of_size, provider=provider)) for provider, at in counts if at == size}
-            found, fixed = nes["TT + rows"], {provider: ne for provider, ne in nes.items() if provider in SPLITS}
-            best = min(fixed, key=fixed.__getitem__)
-            share, width = SPLITS[best]
-            best_cell = f"{fixed[best]:.4f}, {share:.0%} at width {width or 'N'}"
-            better = f"{sum(ne < found for ne in fixed.values())} of {len(fixed)}"
-            lines.append([name, f"{size:g}x", str(len(seeds)), f"{nes['TT fixed']:.4f}", f"{found:.4f}", best_cell, better])
+    for size in sorted({size for _, size in counts}):
+        of_size = [row for row in runs if row.shapes["compression"] == size and row.seed in seeds]
+        nes = {provider: METRICS["ne"](select(of_size, provider=provider)) for provider, at in counts if at == size}
+        found, fixed = nes["TT + rows"], {provider: ne for provider, ne in nes.items() if provider in SPLITS}
+        best = min(fixed, key=fixed.__getitem__)
+        share, width = SPLITS[best]
+        best_cell = f"{fixed[best]:.4f}, {share:.0%} at width {width or 'N'}"
+        better = f"{sum(ne < found for ne in fixed.values())} of {len(fixed)}"
+        lines.append(["logs", f"{size:g}x", str(len(seeds)), f"{nes['TT fixed']:.4f}", f"{found:.4f}", best_cell, better])
     header = ["NE", "size", "seeds", "no hot rows", "hot rows by the rule", "best fixed split", "fixed splits that are better"]
-    sources = [source(machine, "quality", "quality --only method=TT + 0*") for machine in (EPYC_AVX2, EPYC_AVX512)]
-    return markdown(header, lines) + "".join(sources)
+    return markdown(header, lines) + _sources(EPYC_AVX2, EPYC_AVX512, command="quality --only method=TT + 0*")
 
 
 def quality_with_meaning() -> str:
     """NE and AUC of tables of equal bytes in int8, whose ids are in an order of similarity, from random values and from vectors."""
-    lines, sizes = [], (10, 50, 100)
-    by_knowledge = _by_knowledge()
+    sizes, by_knowledge = (10, 50, 100), _by_knowledge()
+    sections = {}
     for data in FEEDBACK:
-        dense = [_dense(data, start) for start in STARTS]
-        title = f"{DATA_SETS[data]}; dense float32 {_ne_and_auc(dense[0])}, from vectors {_ne_and_auc(dense[1])}"
-        lines.append([title, *[""] * len(sizes)])
-        runs = {
+        dense = [_cell(_dense(data, start)) for start in STARTS]
+        sections[f"{DATA_SETS[data]}; dense float32 {dense[0]}, from vectors {dense[1]}"] = {
             NAMES[method] + name: [select(rows, data=data, provider=method, compression=size) for size in sizes]
             for method in NAMES
             for name, rows in by_knowledge.items()
         }
-        best = [min((_mean_ne(of[k]) for of in runs.values() if len(of[k]) == SEEDS), default=0) for k in range(len(sizes))]
-        for name, of in runs.items():
-            if any(len(each) == SEEDS for each in of):
-                cells = [
-                    f"**{_ne_and_auc(each)}**" if each and _mean_ne(each) == best[k] else _ne_and_auc(each)
-                    for k, each in enumerate(of)
-                ]
-                lines.append([name, *cells])
-    return markdown(["NE, AUC", *(f"{size}x" for size in sizes)], lines) + source(EPYC_AVX512, "quality", MEANING)
+    header = ["NE, AUC", *(f"{size}x" for size in sizes)]
+    return _grid(header, sections, marks=True) + _sources(EPYC_AVX512, command=MEANING)
 
 
 def quality_of_rounded() -> str:
     """NE and AUC of dense tables from vectors, rounded after training to fewer bits."""
     runs = chosen(_committed(), order="similarity", start="vectors")
-    lines = []
-    for data in FEEDBACK:
-        rounded = [select(runs, data=data, provider=method) for method in BITS]
-        lines.append([DATA_SETS[data], *map(_ne_and_auc, (_dense(data, "vectors"), *rounded))])
-    sizes = [of[0].counted["dense_bytes"] / of[0].counted["bytes"] for of in rounded]
+    rounded = {data: [select(runs, data=data, provider=method) for method in BITS] for data in FEEDBACK}
+    lines = {DATA_SETS[data]: [_dense(data, "vectors"), *of_data] for data, of_data in rounded.items()}
+    sizes = [of[0].counted["dense_bytes"] / of[0].counted["bytes"] for of in rounded[FEEDBACK[-1]]]
     header = ["NE, AUC", "float32", *(f"{bits} bits, {size:.1f}x" for bits, size in zip(BITS.values(), sizes, strict=True))]
     command = "quality --data DATA --only order=similarity,start=vectors,method=dense int4"
-    return markdown(header, lines) + source(EPYC_AVX512, "quality", command)
+    return _grid(header, {"": lines}) + _sources(EPYC_AVX512, command=command)
 
 
 def _by_knowledge() -> dict[str, list[Row]]:
@@ -185,52 +184,38 @@ def _by_knowledge() -> dict[str, list[Row]]:
 def quality_with_groups() -> str:
     """NE and AUC on the log whose values occur in groups: dense tables, and others at 100x in float32."""
     by_start = [chosen(_committed()), chosen(_committed(), order="similarity", start="vectors")]
-    lines = []
-    for method, name in NAMES.items():
-        size = 10 if method == "dense" else 100
-        cells = [
-            _ne_and_auc(select(rows, data=data, provider=method, compression=size))
+    lines = {
+        name: [
+            select(rows, data=data, provider=method, compression=10 if method == "dense" else 100)
             for data in ("synth-groups", "synth-groups-10M")
             for rows in by_start
         ]
-        if any(cells):
-            lines.append([name, *cells])
-    header = [
-        "NE, AUC",
-        "1M rows, by frequency",
-        "by similarity, from vectors",
-        "10M rows, by frequency",
-        "by similarity, from vectors",
-    ]
-    return markdown(header, lines) + source(
-        EPYC_AVX512, "quality", "quality --only data=synth-groups,order=similarity,start=vectors"
-    )
+        for method, name in NAMES.items()
+    }
+    vectors = "by similarity, from vectors"
+    header = ["NE, AUC", "1M rows, by frequency", vectors, "10M rows, by frequency", vectors]
+    command = "quality --only data=synth-groups,order=similarity,start=vectors"
+    return _grid(header, {"": lines}) + _sources(EPYC_AVX512, command=command)
 
 
 def quality_of_converted() -> str:
     """NE and AUC of trained dense tables that TT-SVD converts, without training afterwards."""
     runs, sizes = chosen(_committed()), (4, 10)
-    lines = []
-    for data in FEEDBACK:
-        lines.append([f"{DATA_SETS[data]}; dense {_ne_and_auc(_dense(data, 'random'))}", *[""] * len(sizes)])
-        for method, name in {"converted": "rows as they are", "converted in order": "similar rows as neighbors"}.items():
-            lines.append([name, *(_ne_and_auc(select(runs, data=data, provider=method, compression=size)) for size in sizes)])
+    names = {"converted": "rows as they are", "converted in order": "similar rows as neighbors"}
+    sections = {
+        f"{DATA_SETS[data]}; dense {_cell(_dense(data, 'random'))}": {
+            name: [select(runs, data=data, provider=method, compression=size) for size in sizes] for method, name in names.items()
+        }
+        for data in FEEDBACK
+    }
     header = ["NE, AUC", *(f"{size}x, orders included" for size in sizes)]
-    return markdown(header, lines) + source(EPYC_AVX512, "quality", "quality --data DATA --only method=converted")
+    return _grid(header, sections) + _sources(EPYC_AVX512, command="quality --data DATA --only method=converted")
 
 
 def _dense(data: str, start: str) -> list[Row]:
     """The runs of the usual dense table, with ids in order of frequency, or of one that starts from vectors."""
     rows = chosen(_committed(), order="similarity" if start == "vectors" else "frequency", start=start)
     return select(rows, data=data, provider="dense")
-
-
-def _mean_ne(runs: list[Row]) -> float:
-    return mean(map(METRICS["ne"], runs))
-
-
-def _ne_and_auc(runs: list[Row]) -> str:
-    return f"{mean(map(METRICS['ne'], runs)):.4f}, {mean(map(METRICS['auc'], runs)):.4f}" if len(runs) == SEEDS else ""
 
 
 def quality_of_decays() -> str:
@@ -253,9 +238,9 @@ def equal_bytes() -> str:
         by_knowledge = _by_knowledge().values()
         runs = {method: [select(rows, data=data, provider=method, compression=10) for rows in by_knowledge] for method in NAMES}
         whole = {method: [of for of in both if len(of) == SEEDS] for method, both in runs.items() if method != "dense"}
-        best = {method: min(both, key=_mean_ne) for method, both in whole.items() if both}
-        rival = min((method for method in best if not method.startswith("TT")), key=lambda method: _mean_ne(best[method]))
-        cells = [*(_ne_and_auc(_dense(data, start)) for start in STARTS), _ne_and_auc(best["TT fixed"]), _ne_and_auc(best[rival])]
+        best = {method: min(both, key=METRICS["ne"]) for method, both in whole.items() if both}
+        rival = min((method for method in best if not method.startswith("TT")), key=lambda method: METRICS["ne"](best[method]))
+        cells = [_cell(runs) for runs in (*(_dense(data, start) for start in STARTS), best["TT fixed"], best[rival])]
         lines.append([DATA_SETS[data], *cells[:3], f"{cells[3]}, {NAMES[rival]}"])
     header = ["NE, AUC", "dense, as usual", "dense, from vectors", "TT, a tenth of the bytes", "best rival, a tenth of the bytes"]
-    return markdown(header, lines) + source(EPYC_AVX512, "quality", MEANING)
+    return markdown(header, lines) + _sources(EPYC_AVX512, command=MEANING)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from benchmarks.harness.cli import run_command
 from benchmarks.harness.environment import results_path
 from benchmarks.harness.measure import Settings
-from benchmarks.harness.rows import RowWriter, read_rows
+from benchmarks.harness.rows import read_rows, writing_rows
 from benchmarks.harness.text import format_case
 from benchmarks.harness.timing import Plan
 from data_pipeline.errors import UserError
@@ -103,10 +103,10 @@ def run(
         module, function = BENCHMARKS[chosen][0].split(":")
         measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
         with ExitStack() as files:
-            writers = [files.enter_context(RowWriter(path, append=appends)) for path, appends in append.items()]
+            writers = [files.enter_context(writing_rows(path, append=appends)) for path, appends in append.items()]
             for rows in measure(replace(settings, finished=finished)):
-                for writer in writers:
-                    writer.write(rows)
+                for write in writers:
+                    write(rows)
                 tqdm.write(format_case(rows) + "\n")
     if json_file:
         click.echo(f"wrote {json_file}")

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,11 @@ class ServeCase(Sizes):
         return sizes | {name: getattr(self, name) for name in ("dim", "compression", "batch")}
 
 
+QUICK = ServeCase(rows=(30_000, 9_000, 50), dim=16, compression=20, dense_arch=(32,), over_arch=(32,), batch=1)
+
+
 def cases(quick: bool) -> list[ServeCase]:
-    if quick:
-        return [ServeCase(rows=(30_000, 9_000, 50), dim=16, compression=20, dense_arch=(32,), over_arch=(32,), batch=2)]
-    return [ServeCase(batch=batch) for batch in BATCHES]
+    return [replace(QUICK, batch=2)] if quick else [ServeCase(batch=batch) for batch in BATCHES]
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:

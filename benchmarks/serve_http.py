@@ -37,7 +37,7 @@ from benchmarks.harness.environment import FOLDER
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Sizes
-from benchmarks.serve import Probabilities, ServeCase, build, draw_request
+from benchmarks.serve import QUICK, Probabilities, ServeCase, build, draw_request
 from comera_rec.serving.package import ServingModel
 
 OURS, STARLETTE, ECHO = "comera serve", "uvicorn, Starlette", "echo"
@@ -64,11 +64,8 @@ class HttpCase(Sizes):
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Load the servers in turns."""
-    sizes = ServeCase(batch=1)
-    cases = [HttpCase()]
-    if settings.quick:
-        sizes = ServeCase(rows=(30_000, 9_000, 50), dim=16, compression=20, dense_arch=(32,), over_arch=(32,), batch=1)
-        cases = [HttpCase(connections=4, rounds=1, seconds=0.5)]
+    sizes = QUICK if settings.quick else ServeCase(batch=1)
+    cases = [HttpCase(connections=4, rounds=1, seconds=0.5) if settings.quick else HttpCase()]
     torch.manual_seed(settings.seed)
     requests = [draw_request(sizes) for _ in range(REQUESTS)]
     servers = [name for name in COMMANDS if name != STARLETTE or (find_spec("uvicorn") and find_spec("starlette"))]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import comera_rec as cr
 from benchmarks.harness.measure import Settings, measure_cases
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Provider, Sizes, parameter_count, parameter_gradients
+from benchmarks.harness.workload import Provider, Sizes, TorchProvider, parameter_count, parameter_gradients
 from benchmarks.linear import tt_matrix
 from comera_rec.nn import (
     EMBEDDING_STD,
@@ -133,7 +133,7 @@ class TransformerWorkload:
         return StepProvider(module, self.batch, self.gate, {f"gradient of {name}" for name in self._compared})
 
 
-class StepProvider:
+class StepProvider(TorchProvider):
     """A classifier and Adam: steps on one batch; scores and gradients for agreement on another.
 
     Args:
@@ -143,27 +143,24 @@ class StepProvider:
     """
 
     def __init__(self, module: nn.Module, batch: tuple[Tensor, Tensor], gate: tuple[Tensor, Tensor], shown: set[str]) -> None:
-        self.module = module
-        self._optimizer = torch.optim.Adam(module.parameters(), fused=True)
-        self._batch = batch
-        self._gate = gate
-        self._shown = shown
+        def gradients() -> dict[str, Tensor]:
+            return {name: value for name, value in parameter_gradients(self.module).items() if name in shown}
+
+        optimizer = torch.optim.Adam(module.parameters(), fused=True)
+        super().__init__(module, [batch, gate], batch[1], optimizer=optimizer, shown=gradients)  # labels instead of a gradient
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
-        return {"step": self._step}
+        return {"step": lambda turn: self._step(0)}
 
     def verify(self) -> dict[str, Tensor]:
-        output = self._backward(self._gate)
-        gradients = {name: value for name, value in parameter_gradients(self.module).items() if name in self._shown}
+        outcome = {"output": self._forward_backward(1), **self._shown()}
         self.release()
-        return {"output": output, **gradients}
-
-    def release(self) -> None:
-        self.module.zero_grad()
+        return outcome
 
     def training_state(self) -> dict[str, float]:
         """MiB of weights, gradients and optimizer state after a step."""
+        assert self._optimizer is not None
         self._step(0)
         parameters = list(self.module.parameters())
         states = [value for state in self._optimizer.state.values() for value in state.values()]
@@ -175,14 +172,9 @@ class StepProvider:
         self.release()
         return {**sizes, "training_state_mib": sum(sizes.values())}
 
-    def _step(self, turn: int) -> Tensor:
-        output = self._backward(self._batch)
-        self._optimizer.step()
-        return output
-
-    def _backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def _forward_backward(self, turn: int) -> Tensor:
         self.release()
-        ids, labels = batch
+        ids, labels = self._batches[turn]
         output: Tensor = self.module(ids)
         F.cross_entropy(output, labels).backward()
         return output.detach()

@@ -1,1 +1,1 @@
-"""The lookup and whole models on GPUs, measured there or modeled from compiled kernels."""
+"""The lookup and whole models on GPUs: measured there, and kernels compiled and launches counted without one."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -30,11 +30,9 @@ from comera_rec.tt import TTShape
 
 ROWS = (10131227, 2202608, 8351593, 5461306, 7046547, 286181, 142572)  # Criteo Kaggle's tables above 100,000 rows
 ARCHITECTURES = (80, 90, 100)
-MULTIPLY_ADDS = ("FFMA", "FFMA2", "HMMA", "HGMMA")
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
-_LABEL, _TARGET = re.compile(r"^(\.L_x_\d+):"), re.compile(r"BRA.*`\((\.L_x_\d+)\)")
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
@@ -78,13 +76,6 @@ def step_kernels(dim: int, rank: int, batch: int = 16_384, **options: Any) -> di
     return by_name
 
 
-class Loop(NamedTuple):
-    """A loop of a kernel that contains no other loop: its multiply-adds (Blackwell's packed one is two) and all instructions."""
-
-    multiply_adds: int
-    instructions: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
     """One kernel compiled for one architecture.
@@ -103,41 +94,14 @@ class Compiled:
     @cached_property
     def names(self) -> list[str]:
         """All instructions in the order of the code, without the padding after its end."""
-        names = _INSTRUCTION.findall(self._sass)
+        names = _INSTRUCTION.findall(_run("nvdisasm", self.cubin, "-c"))
         last = max(index for index, name in enumerate(names) if name.startswith("EXIT"))
         beyond = [index for index, name in enumerate(names) if index > last and not name.startswith(("NOP", "BRA"))]
         return names[: (beyond[-1] if beyond else last) + 1]
 
-    @cached_property
-    def loops(self) -> list[Loop]:
-        """The innermost loops that multiply and add, in the order of the code."""
-        at, labels, spans = 0, {}, []
-        for line in self._sass.splitlines():
-            if label := _LABEL.match(line):
-                labels[label[1]] = at
-            elif _INSTRUCTION.match(line):
-                target = _TARGET.search(line)
-                if target and target[1] in labels and at < len(self.names):  # a jump to itself ends the code
-                    spans.append(range(labels[target[1]], at + 1))
-                at += 1
-        names = [name.split(".")[0] for name in self.names]
-        loops = []
-        for span in sorted(spans, key=lambda span: span.start):
-            products = sum(1 + (names[index] == "FFMA2") for index in span if names[index] in MULTIPLY_ADDS)
-            if products and not any(other.start in span and other != span for other in spans):
-                loops.append(Loop(products, len(span)))
-        return loops
-
     def counted(self) -> dict[str, float]:
-        """The resources of a row, and the smallest share of multiply-adds in an innermost loop."""
-        inner = min((loop.multiply_adds / loop.instructions for loop in self.loops), default=0.0)
-        resources = {"registers": self.registers, "spilled_bytes": self.spilled, "shared_bytes": self.shared}
-        return {**resources, "inner_multiply_adds": inner}
-
-    @cached_property
-    def _sass(self) -> str:
-        """The disassembled code; nvdisasm takes most of a second."""
-        return _run("nvdisasm", self.cubin, "-c")
+        """The resources of a row."""
+        return {"registers": self.registers, "spilled_bytes": self.spilled, "shared_bytes": self.shared}
 
 
 def compile_launch(launch: Launch, tensors: Mapping[str, Tensor], architecture: int) -> Compiled:

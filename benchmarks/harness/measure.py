@@ -88,7 +88,7 @@ def measure_cases(op: str, cases: Iterable[AnyCase], build: Build, settings: Set
     Yields:
         The rows of each case.
     """
-    for case in tqdm(chosen(cases, settings.only), desc=op, unit="case", disable=None):
+    for case, _ in each_case(op, cases, settings):
         yield measure_case(op, case, build, settings)
 
 

@@ -31,23 +31,19 @@ def peak_extra_memory(
         repeats: how often the call is measured.
         device: whose memory.
     """
-    peaks = []
-    if device != "cpu":
-        for _ in range(repeats):
-            release()
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            call()
-            peaks.append((torch.cuda.max_memory_allocated(device) - before) / 2**20)
-        return peaks
+    on_cpu, peaks = device == "cpu", []
     for _ in range(repeats):
         release()
         gc.collect()
-        return_freed_memory()  # a call that reuses freed blocks would not raise the peak
-        _CLEAR_REFS.write_text("5")  # sets VmHWM to VmRSS
-        before = _kib("VmRSS")
+        if on_cpu:
+            return_freed_memory()  # a call that reuses freed blocks would not raise the peak
+            _CLEAR_REFS.write_text("5")  # sets VmHWM to VmRSS
+        else:
+            torch.cuda.reset_peak_memory_stats(device)
+        before = _kib("VmRSS") / 1024 if on_cpu else torch.cuda.memory_allocated(device) / 2**20
         result = call()
-        peaks.append(max(0, _kib("VmHWM") - before) / 1024)
+        peak = resident_peak_mib() if on_cpu else torch.cuda.max_memory_allocated(device) / 2**20
+        peaks.append(max(0.0, peak - before))
         del result
     return peaks
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from data_pipeline.errors import UserError
@@ -116,31 +116,22 @@ def one(measured: Sequence[Row], /, **conditions: Any) -> Row:
     return row
 
 
-class RowWriter:
-    """Writes rows to a temporary file, line by line, and renames it once all rows are there.
+@contextmanager
+def writing_rows(path: Path, *, append: bool = False) -> Iterator[Callable[[Iterable[Row]], None]]:
+    """Yield a function that writes rows to a temporary file, which is renamed once all rows are there.
 
     With `append` rows go to the end of the file itself, for resumable benchmarks.
     """
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent} for {path.name}: create it first")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: name a file")
+    partial = path if append else path.with_name(path.name + ".partial")
+    with partial.open("a" if append else "w") as file:
 
-    def __init__(self, path: Path, *, append: bool = False) -> None:
-        if not path.parent.is_dir():
-            raise UserError(f"there is no folder {path.parent} for {path.name}: create it first")
-        if path.is_dir():
-            raise UserError(f"{path} is a folder: name a file")
-        self.path = path
-        self._append = append
-        self._partial = path if append else path.with_name(path.name + ".partial")
+        def write(rows: Iterable[Row]) -> None:
+            file.writelines(row.to_json() + "\n" for row in rows)
+            file.flush()
 
-    def __enter__(self) -> RowWriter:
-        self._file = self._partial.open("a" if self._append else "w")
-        return self
-
-    def write(self, rows: Iterable[Row]) -> None:
-        """Append rows."""
-        self._file.writelines(row.to_json() + "\n" for row in rows)
-        self._file.flush()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
-        if kind is None and not self._append:
-            os.replace(self._partial, self.path)
+        yield write
+    os.replace(partial, path)

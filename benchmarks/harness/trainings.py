@@ -6,7 +6,7 @@ A case is the sizes of its rows but "lr". "method", one of them, is the rows' pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,20 +14,12 @@ from tqdm import tqdm
 
 from benchmarks.harness.measure import Settings, case_rows
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Sizes
+from benchmarks.harness.workload import Given
 
 SEEDS = 3
 
 Shapes = Mapping[str, Any]
 Trained = tuple[float, dict[str, float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Training(Sizes):
-    values: dict[str, Any]
-
-    def shapes(self) -> dict[str, Any]:
-        return self.values
 
 
 def train_all(
@@ -64,7 +56,7 @@ def train_all(
             if trained is None:
                 break
             ne, counted = trained
-            method, case = sizes["method"], _Training(values=shapes, dtype=dtype)
+            method, case = sizes["method"], Given(values=shapes, dtype=dtype)
             seeded = replace(settings, seed=seed)
             row = case_rows(op, case, seeded, "test", "NE", {method: [ne]}, {method: counted})
             rows += row

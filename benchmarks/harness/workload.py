@@ -23,6 +23,16 @@ class Sizes:
         return {size.name: getattr(self, size.name) for size in fields(self) if size.name != "dtype"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given(Sizes):
+    """Sizes that a benchmark names itself."""
+
+    values: Mapping[str, Any]
+
+    def shapes(self) -> dict[str, Any]:
+        return dict(self.values)
+
+
 class Provider(Protocol):
     """One implementation, with its own weights."""
 

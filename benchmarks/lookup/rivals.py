@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import comera_rec as cr
 from benchmarks.harness.ids import draw_ids
+from benchmarks.harness.workload import TorchProvider
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # FBGEMM warns about optional lookups that its CPU build lacks
@@ -117,26 +118,21 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 weight_MN.index_copy_(0, ids_U, weight_MN[ids_U].addcdiv_(gradient_UN, root_U1, value=-group["lr"]))
 
 
-class FbgemmProvider:
-    """FBGEMM's fused tables with sum pooling and exact row-wise Adagrad.
-
-    The backward pass updates the rows, so there is "forward" and "step", but no "forward+backward".
+class FbgemmTables(nn.Module):
+    """FBGEMM's fused tables with sum pooling and exact row-wise Adagrad, which the backward pass applies.
 
     Args:
         storage: the storage of all tables, end to end; shared, not copied.
         rows: M of each table.
         dim: N.
-        batches: used in turns.
-        upstream: [B, T * N] gradient of the output.
         lr, eps: of Adagrad.
     """
 
-    def __init__(
-        self, storage: Tensor, rows: Sequence[int], dim: int, batches: Sequence[Batch], upstream: Tensor, *, lr: float, eps: float
-    ) -> None:
+    def __init__(self, storage: Tensor, rows: Sequence[int], dim: int, *, lr: float, eps: float) -> None:
+        super().__init__()
         on_gpu = storage.is_cuda
         placement = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
-        self._bags: Any = SplitTableBatchedEmbeddingBagsCodegen(
+        self.bags: Any = SplitTableBatchedEmbeddingBagsCodegen(
             [(count, dim, *placement) for count in rows],
             optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             learning_rate=lr,
@@ -144,34 +140,20 @@ class FbgemmProvider:
             **({} if on_gpu else {"preallocated_host_buffers": {"weights": storage}}),
         )
         if on_gpu:
-            self._bags.weights_dev.data = storage
-        self._batches = batches
-        self._upstream = upstream
+            self.bags.weights_dev.data = storage
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[B, T * N]."""
+        output: Tensor = self.bags(batch.values, batch.all_offsets)
+        return output
+
+
+class FusedProvider(TorchProvider):
+    """A module whose backward pass updates it, so there is "forward" and "step", but no "forward+backward"."""
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
-        return {"forward": self._forward, "step": self._step}
-
-    def verify(self) -> dict[str, Tensor]:
-        output = self._step(0).detach()
-        return {"output": output, "rows after Adagrad": self._batches[0].unique_rows(self._bags.split_embedding_weights())}
-
-    def release(self) -> None:
-        """Do nothing: calls leave nothing behind."""
-
-    def _forward(self, turn: int) -> Tensor:
-        with torch.no_grad():
-            return self._pool(turn)
-
-    def _step(self, turn: int) -> Tensor:
-        output = self._pool(turn)
-        output.backward(self._upstream)
-        return output
-
-    def _pool(self, turn: int) -> Tensor:
-        batch = self._batches[turn % len(self._batches)]
-        output: Tensor = self._bags(batch.values, batch.all_offsets)
-        return output
+        return {"forward": self._forward, "step": self._forward_backward}
 
 
 def chain_rows(cores: Sequence[Tensor], ids: Tensor) -> Tensor:

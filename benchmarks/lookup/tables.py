@@ -24,17 +24,8 @@ import comera_rec as cr
 from benchmarks.harness.measure import Settings, measure_cases
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Provider, Sizes, TorchProvider, parameter_count, parameter_gradients
-from benchmarks.lookup.rivals import (
-    Batch,
-    ChainedTables,
-    EmbeddingBags,
-    FbgemmProvider,
-    RowWiseAdagrad,
-    SplitTableBatchedEmbeddingBagsCodegen,
-    chain_bytes,
-    rows_of,
-    shared_storage,
-)
+from benchmarks.lookup import rivals
+from benchmarks.lookup.rivals import Batch, EmbeddingBags, FbgemmTables, rows_of
 from comera_rec.nn import update_in_backward_
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import tt_bags
@@ -101,17 +92,8 @@ class LookupCase(Sizes):
         }
 
 
-def criteo_rows(dim: int) -> tuple[int, ...]:
-    """Row counts of Criteo's large tables, each cut to fit into 4 GiB.
-
-    FBGEMM's update on CPU multiplies row numbers in 32 bits (as of 1.8) and updates the wrong rows of a larger table. At dim 64 all
-    rows fit; at dim 128 the largest table loses a sixth.
-    """
-    return tuple(min(count, (4 << 30) // (4 * dim)) for count in CRITEO_KAGGLE)
-
-
 def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
-    """The cases by which the lookup is judged; those of one dim are adjacent, because they share the dense tables."""
+    """The cases by which the lookup is judged; all on CPU share the dense tables."""
     sized = partial(LookupCase, providers=ON_CPU if device == "cpu" else ON_GPU)
     if quick:
         small = partial(sized, rows=(300_000, 100_000, 20_000), dim=32, batch=2048)
@@ -120,15 +102,14 @@ def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
         order_3 = replace(sized(order=3, batch=16_384), providers=tuple(name for name in ON_GPU if "row-wise" not in name))
         by_batch = [sized(dim=dim, batch=batch) for dim in (64, 128) for batch in (2048, 16_384, 65_536)]
         return [*by_batch, *(sized(rank=rank, batch=16_384) for rank in (8, 32)), order_3]
-    sizes = [(dim, batch, zipf) for dim in (64, 128) for batch in (10_000, 20_000, 40_000) for zipf in (ZIPF, 0)]
     ranks = ((2, 8), (2, 16), (2, 32), (3, 16), (3, 32), (4, 16))
     grid = [
-        *(sized(rows=criteo_rows(dim), dim=dim, batch=batch, zipf=zipf) for dim, batch, zipf in sizes),
+        *(sized(batch=batch, zipf=zipf) for batch in (10_000, 20_000, 40_000) for zipf in (ZIPF, 0)),
         *(sized(order=order, rank=rank, batch=batch) for order, rank in ranks for batch in (16_384, 20_000)),
         *(sized(batch=4096, bag=10, zipf=zipf) for zipf in (ZIPF, 0)),
         *(sized(rank=rank, batch=batch, providers=(FBGEMM, UPDATED)) for batch in (512, 2048) for rank in (8, 16, 32)),
     ]
-    return sorted(dict.fromkeys(grid), key=lambda case: case.dim)
+    return list(dict.fromkeys(grid))
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
@@ -171,20 +152,21 @@ class LookupWorkload:
         self.tt_tables = TTTables(case, device)
         self.batches = [Batch.draw(case.rows, case.batch, case.bag, case.zipf, device) for _ in range(NUM_BATCHES)]
         self.upstream = torch.randn(case.batch, len(case.rows) * case.dim).to(device)
-        self._storage = partial(shared_storage, case.rows, case.dim, device)
+        self._storage = partial(rivals.shared_storage, case.rows, case.dim, device)
 
     @property
     def left_out(self) -> dict[str, str]:
         """Providers that this machine can't run -> the reason."""
         case = self.case
         memory = torch.cuda.mem_get_info(self._device)[1] if self.upstream.is_cuda else MEMORY
-        chains, dense = sum(chain_bytes(shape, case.batch * case.bag) for shape in case.tt_shapes), 4 * sum(case.rows) * case.dim
+        dense = 4 * sum(case.rows) * case.dim
+        chains = sum(rivals.chain_bytes(shape, case.batch * case.bag) for shape in case.tt_shapes)
         reasons = {}
         if chains > MOST_BYTES:
             reasons[NO_DEDUP] = f"a step would take about {chains / 2**30:.3g} GiB"
         if dense > 0.85 * memory:
             reasons |= dict.fromkeys((DENSE, FBGEMM), f"the tables would take {dense / 2**30:.3g} of {memory / 2**30:.3g} GiB")
-        if SplitTableBatchedEmbeddingBagsCodegen is None:
+        if rivals.SplitTableBatchedEmbeddingBagsCodegen is None:
             reasons[FBGEMM] = "fbgemm-gpu is not installed"
         if KeyedJaggedTensor is None:
             row_wise = [name for name, (optimizer, _) in STEPS.items() if optimizer == "row-wise Adagrad"]
@@ -232,7 +214,9 @@ class LookupWorkload:
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
         """Parameters, compression of the TT tables, and unique ids of a batch, averaged over the batches."""
-        params = parameter_count(provider.module) if isinstance(provider, TorchProvider) else sum(self.case.rows) * self.case.dim
+        assert isinstance(provider, TorchProvider)
+        is_dense = isinstance(provider.module, EmbeddingBags | FbgemmTables)
+        params = sum(self.case.rows) * self.case.dim if is_dense else parameter_count(provider.module)
         unique = sum(len(ids_U) for batch in self.batches for ids_U in batch.unique_ids) / len(self.batches)
         return {"params": float(params), "compression": self.case.compression, "unique_ids": unique}
 
@@ -249,7 +233,7 @@ class LookupWorkload:
 
     def _dense(self) -> TorchProvider:
         module = EmbeddingBags(self._tables())
-        optimizer = RowWiseAdagrad(module.parameters(), lr=LR, eps=EPS)
+        optimizer = rivals.RowWiseAdagrad(module.parameters(), lr=LR, eps=EPS)
 
         def shown() -> dict[str, Tensor]:
             weights = [weight.detach() for weight in module.parameters()]
@@ -259,16 +243,21 @@ class LookupWorkload:
 
         return TorchProvider(module, [(batch,) for batch in self.batches], self.upstream, optimizer=optimizer, shown=shown)
 
-    def _fbgemm(self) -> FbgemmProvider:
+    def _fbgemm(self) -> rivals.FusedProvider:
         self._tables()
-        return FbgemmProvider(self._storage(), self.case.rows, self.case.dim, self.batches, self.upstream, lr=LR, eps=EPS)
+        module = FbgemmTables(self._storage(), self.case.rows, self.case.dim, lr=LR, eps=EPS)
+
+        def shown() -> dict[str, Tensor]:
+            return {"rows after Adagrad": self.batches[0].unique_rows(module.bags.split_embedding_weights())}
+
+        return rivals.FusedProvider(module, [(batch,) for batch in self.batches], self.upstream, shown=shown)
 
     def _chained(self, *, dedup: bool) -> TorchProvider:
         cores = {  # (m, r, n, s); the rank parameters are ones
             f"t{t}": [core.detach().transpose(0, 1).contiguous() for core in bag.cores()]
             for t, bag in enumerate(self.tt_tables.tables())
         }
-        module = ChainedTables(cores, self.case.bag, dedup=dedup)
+        module = rivals.ChainedTables(cores, self.case.bag, dedup=dedup)
 
         def shown() -> dict[str, Tensor]:
             return {name: gradient.transpose(0, 1) for name, gradient in parameter_gradients(module.tables).items()}

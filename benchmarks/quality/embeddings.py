@@ -23,27 +23,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from benchmarks.quality import tables as forms
 from benchmarks.quality.codes import Clustered, MultiGranular
 from benchmarks.quality.pruning import Pruned, Thresholded
-from benchmarks.quality.tables import (
-    STD,
-    DeepHash,
-    Dense,
-    Digits,
-    DoesNotFit,
-    GroupAndPlace,
-    Hashed,
-    HotAndHashed,
-    LowRank,
-    MixedDimension,
-    Neighbors,
-    Prefixes,
-    QuotientRemainder,
-    Robe,
-    Table,
-    TwoHashes,
-    fit_,
-)  # fmt: skip
+from benchmarks.quality.tables import STD, Dense, DoesNotFit, Table, fit_
 from comera_rec import TableCompression, TTEmbeddingBag, TTEmbeddingBagConfig
 from comera_rec.convert.start import start_from_vectors_, starting_rows
 from comera_rec.tt import blocks_params
@@ -52,20 +35,20 @@ MIN_ROWS = 1000
 
 
 PER_TABLE: dict[str, type[Table]] = {
-    "hashing": Hashed,
-    "two hashes": TwoHashes,
-    "ROBE": Robe,
-    "DHE": DeepHash,
-    "CAFE": HotAndHashed,
-    "QR in parts": Digits,
-    "QR": QuotientRemainder,
-    "low rank": LowRank,
-    "mixed dim": MixedDimension,
+    "hashing": forms.Hashed,
+    "two hashes": forms.TwoHashes,
+    "ROBE": forms.Robe,
+    "DHE": forms.DeepHash,
+    "CAFE": forms.HotAndHashed,
+    "QR in parts": forms.Digits,
+    "QR": forms.QuotientRemainder,
+    "low rank": forms.LowRank,
+    "mixed dim": forms.MixedDimension,
     "CCE": Clustered,
     "MGQE": MultiGranular,
-    "neighbors": Neighbors,
-    "prefixes": Prefixes,
-    "group and place": GroupAndPlace,
+    "neighbors": forms.Neighbors,
+    "prefixes": forms.Prefixes,
+    "group and place": forms.GroupAndPlace,
 }
 WHOLE: dict[str, type[Dense]] = {"dense": Dense, "pruning": Pruned, "PEP": Thresholded}
 """Methods that start with all entries."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 from matplotlib import colormaps
@@ -11,14 +13,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from benchmarks.harness.rows import Row
+from benchmarks.harness.text import format_size
 from benchmarks.quality.runs import METHODS, TT_METHODS, VARIED, chosen
 
 MARKERS = "osD^v<>Ph*"
 
 
-def quality_figure(rows: Sequence[Row]) -> Figure:
-    """Plot medians over seeds with bars from best to worst, TT tables in bold, and the dense model as a dashed line."""
-    rows = [row for row in chosen(rows) if row.provider in METHODS and row.shapes["data"] not in VARIED]
+def save_figure(measured: Sequence[Row], path: Path, *, source: str) -> None:
+    """Plot medians over seeds with bars from best to worst, TT tables in bold, and the dense model as a dashed line.
+
+    The PNG's metadata keep `source`.
+    """
+    rows = [row for row in chosen(measured) if row.provider in METHODS and row.shapes["data"] not in VARIED]
     data_sets = list(dict.fromkeys(row.shapes["data"] for row in rows))
     figure = Figure(figsize=(5.5 * len(data_sets), 6.5), layout="constrained")
     for panel, data in zip(figure.subplots(1, len(data_sets), squeeze=False)[0], data_sets, strict=True):
@@ -34,7 +40,15 @@ def quality_figure(rows: Sequence[Row]) -> Figure:
         panel.set_xlabel("bytes of the large tables, indices included")
         panel.grid(alpha=0.3)
     figure.axes[0].set_ylabel("NE on the test split, lower is better")
-    return figure
+    first = measured[0]
+    sizes = {name: size for name, size in first.shapes.items() if all(row.shapes.get(name) == size for row in measured)}
+    title = f"{first.op}: {', '.join(f'{name} {format_size(size)}' for name, size in sizes.items())}, {first.dtype}"
+    first_rows = {row.machine: row for row in reversed(measured)}.values()  # of each machine
+    machines = [f"{row.machine}, {row.threads} threads, commit {row.commit}" for row in first_rows]
+    figure.suptitle("\n".join([textwrap.fill(title, width=int(13 * figure.get_figwidth())), *machines]), fontsize=9)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=120, metadata={"Source": source})
 
 
 def _draw(panel: Axes, rows: Sequence[Row], method: str, k: int) -> None:

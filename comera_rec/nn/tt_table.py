@@ -92,13 +92,12 @@ class TTTable(TTModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         stored, errors = state_dict.get(f"{prefix}row_order"), others[-1]
-        is_new = stored is not None and self.row_order is None and stored.shape == (self.num_embeddings,)
-        if is_new:
+        before, count = self.row_order, len(errors)
+        if stored is not None and before is None and stored.shape == (self.num_embeddings,):
             self.row_order = torch.empty_like(stored, device=self.core_0.device)
-        count = len(errors)
         super()._load_from_state_dict(state_dict, prefix, *others)
-        if is_new and len(errors) > count:
-            self.row_order = None
+        if len(errors) > count:
+            self.row_order = before
 
     def reset_parameters(self) -> None:
         """Redraw the cores with `std`, and set hot rows to zero."""

@@ -19,7 +19,7 @@ from benchmarks.harness.cli import run_command
 from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, chosen, measure_case
 from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
-from benchmarks.harness.rows import Row, RowWriter, read_rows
+from benchmarks.harness.rows import Row, read_rows, writing_rows
 from benchmarks.harness.timing import Plan, alternate
 from benchmarks.harness.workload import TorchProvider
 from benchmarks.linear import LinearCase, LinearWorkload
@@ -56,8 +56,8 @@ def row() -> Row:
 class TestRows:
     def test_written_rows_are_read_back(self, row: Row, tmp_path: Path) -> None:
         rows = [row, replace(row, unit="MiB", ratios={})]
-        with RowWriter(tmp_path / "rows.jsonl") as writer:
-            writer.write(rows)
+        with writing_rows(tmp_path / "rows.jsonl") as write:
+            write(rows)
             assert not (tmp_path / "rows.jsonl").exists()
         assert read_rows(tmp_path / "rows.jsonl") == rows
         assert '"pass": "forward+backward"' in row.to_json()
@@ -67,21 +67,19 @@ class TestRows:
         path.write_text("earlier")
 
         def fail() -> None:
-            with RowWriter(path) as writer:
-                writer.write([row])
+            with writing_rows(path) as write:
+                write([row])
                 raise RuntimeError("on the way")
 
         with pytest.raises(RuntimeError, match="on the way"):
             fail()
         assert path.read_text() == "earlier"
 
-    def test_missing_and_unknown_keys_are_named(self, row: Row, tmp_path: Path) -> None:
+    def test_what_is_no_row_is_refused(self, row: Row, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         path.write_text(row.to_json() + "\n" + row.to_json().replace('"seed"', '"sead"') + "\n")
         with pytest.raises(ValueError, match=r"rows.jsonl:2: .* missing \['seed'\], unknown \['sead'\]"):
             read_rows(path)
-
-    def test_invalid_values_are_refused(self, row: Row) -> None:
         with pytest.raises(ValueError, match="unit is 'MB'"):
             replace(row, unit="MB")
         with pytest.raises(ValueError, match="must ascend"):
@@ -161,15 +159,12 @@ def test_native_allocations_of_known_size_are_seen_every_time(allocate: Callable
     assert peak_extra_memory(lambda: allocate(128)) == pytest.approx([128.0, 128.0], abs=3.0)
 
 
-class TestChoice:
-    def test_cases_are_chosen_by_their_sizes(self) -> None:
-        cases = [SMALL_LINEAR, replace(SMALL_LINEAR, batch=8), replace(SMALL_LINEAR, batch=8, in_features=9)]
-        assert chosen(cases, {}) == cases
-        assert chosen(cases, {"batch": "8", "in": "17"}) == [cases[1]]
-
-    def test_a_choice_without_cases_names_the_available_sizes(self) -> None:
-        with pytest.raises(ValueError, match=r"no case has {'batch': '7'}: sizes are {'batch': \['6'\]"):
-            chosen([SMALL_LINEAR], {"batch": "7"})
+def test_cases_are_chosen_by_their_sizes() -> None:
+    cases = [SMALL_LINEAR, replace(SMALL_LINEAR, batch=8), replace(SMALL_LINEAR, batch=8, in_features=9)]
+    assert chosen(cases, {}) == cases
+    assert chosen(cases, {"batch": "8", "in": "17"}) == [cases[1]]
+    with pytest.raises(ValueError, match=r"no case has {'batch': '7'}: sizes are {'batch': \['6'\]"):
+        chosen([SMALL_LINEAR], {"batch": "7"})
 
 
 class TestCommand:

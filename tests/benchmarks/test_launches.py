@@ -33,6 +33,13 @@ def test_ids_are_sorted_for_tables_of_order_3_and_4_besides_their_slices(order: 
     assert sum(name == "sort" for name, _ in step(order, 8).torch) == sorts
 
 
+@pytest.mark.parametrize("tables", [1, 3])
+def test_the_number_of_kernels_does_not_depend_on_the_number_of_tables(tables: int) -> None:
+    shapes = [TTShape(ROWS[2], COLS[2], 8)] * tables
+    assert count_step(shapes, 16_384).kernels == 13
+    assert count_step(shapes, 16_384, hot_rows=((4, 2),)).kernels == 13 + 37
+
+
 def test_adam_steps_over_whole_cores() -> None:
     assert ("_fused_adam_", 1) in step(2, 8, 8, optimizer="Adam").torch
 

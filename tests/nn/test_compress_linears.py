@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
-from transformers import BertConfig, BertModel
 
 from comera_rec import LinearCompression, TTLinear, compress_, export_dense
 from comera_rec.nn import named_tt_modules
@@ -49,7 +48,7 @@ def test_large_layers_are_replaced_and_shared_ones_stay_shared() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_filter_fn_chooses_by_module_and_name() -> None:
+def test_filter_fn_chooses_by_module_and_name_and_the_model_itself_may_be_a_layer() -> None:
     model = Tower()
     asked = []
 
@@ -60,13 +59,9 @@ def test_filter_fn_chooses_by_module_and_name() -> None:
     compress_(model, linears=LinearCompression(tt_ranks=4), filter_fn=only_body)
     assert tt_names(model) == ["body.0"]
     assert asked == ["first", "body.0", "head"]
-
-
-def test_the_model_itself_may_be_a_linear_layer() -> None:
-    layer = nn.Linear(200, 130, dtype=torch.float64)
+    layer, x = nn.Linear(200, 130, dtype=torch.float64), torch.randn(3, 200, dtype=torch.float64)
     compressed = compress_(layer, linears=LinearCompression(tt_ranks=10**6, order=2, policy="always"), init="tt_svd")
     assert isinstance(compressed, TTLinear)
-    x = torch.randn(3, 200, dtype=torch.float64)
     torch.testing.assert_close(compressed(x), layer(x))
 
 
@@ -81,9 +76,7 @@ def test_policy_auto_leaves_layers_that_would_not_get_smaller_and_faster() -> No
     assert re.fullmatch(r"stays dense: ranks .*, 1.0x smaller, predicted .* at batch 4096, less than 1.2x", slower.reason)
     # The same middle rank is no obstacle if the input can be contracted past it, at the small ranks beside it.
     assert LinearCompression(tt_ranks=(4, 500, 4)).decide(1024, 1024).shape is not None
-
-
-def test_policy_auto_decides_for_the_batch() -> None:
+    # It decides for the batch.
     assert LinearCompression(tt_ranks=16, batch=4096).decide(256, 256).shape is not None
     assert LinearCompression(tt_ranks=16, batch=8).decide(256, 256).shape is None
 
@@ -104,12 +97,6 @@ def test_compression_is_reached() -> None:
         assert target <= 512 * 384 / shape.num_params <= 1.2 * target
 
 
-def test_subclasses_are_left_dense() -> None:
-    attention = nn.MultiheadAttention(128, 4)
-    with pytest.raises(ValueError, match="no linear layer was compressed"):
-        compress_(attention, linears=LinearCompression(tt_ranks=4))
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's fast path in evaluation
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_torchs_transformer_encoder_runs_in_both_modes(batch_first: bool) -> None:
@@ -124,21 +111,6 @@ def test_torchs_transformer_encoder_runs_in_both_modes(batch_first: bool) -> Non
     torch.testing.assert_close(trained, dense(x, src_key_padding_mask=padded), rtol=1e-4, atol=1e-4)
     with torch.no_grad():  # outputs at padding differ between torch's own modes
         torch.testing.assert_close(model.eval()(x, src_key_padding_mask=padded) * kept, trained * kept, rtol=1e-4, atol=1e-4)
-
-
-def test_bert_of_transformers_is_compressed_throughout() -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
-    dense = BertModel(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).eval()
-    model = compress_(copy.deepcopy(dense), linears=LinearCompression(tt_ranks=10**6, policy="always"), init="tt_svd")
-    assert len(tt_names(model)) == 6 * 2 + 1  # per layer query, key, value, attention output and two feed-forward; and the pooler
-    ids = torch.randint(100, (3, 7))
-    mask = torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [1] + [0] * 6])
-    for evaluate in (True, False):
-        expected, actual = (each.train(not evaluate)(ids, attention_mask=mask) for each in (dense, model))
-        for name in ("last_hidden_state", "pooler_output"):
-            torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
-    actual.pooler_output.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def tied(bias: bool = True) -> nn.Sequential:
@@ -218,8 +190,9 @@ def test_weights_shared_with_another_kind_of_module_stay_dense(caplog: pytest.Lo
     assert model.output.weight is model.embedding.weight
     expected = "output: 128 x 300, stays dense: its weight is also that of 'embedding'"
     assert caplog.messages[-1] == expected
-    with pytest.raises(ValueError, match="no linear layer was compressed"):
-        compress_(model.output, linears=LinearCompression(tt_ranks=4), filter_fn=lambda module, name: False)
+    for dense in (model.output, nn.MultiheadAttention(128, 4)):  # whose linear layer is of a subclass
+        with pytest.raises(ValueError, match="no linear layer was compressed"):
+            compress_(dense, linears=LinearCompression(tt_ranks=4), filter_fn=lambda module, name: module is not model.output)
 
 
 def test_weights_shared_with_a_layer_that_stays_dense_stay_dense(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: TTEmbeddingBag(100, 16, impl="fast"), "impl is 'fast': choose 'auto'"),
     (lambda: TTEmbeddingBag(100, 16, shape=TTShape((9, 10), (4, 4), 2)), "shape spans 90 x 16, less than 100 x 16"),
     (lambda: TTEmbeddingBag(100, 16, shape=TTShape((10, 10), (4, 4), 2), tt_ranks=2), "are both given: give one of them"),
+    (lambda: TTEmbeddingBag(32, 1, shape=TTShape((2,) * 5, (1,) * 5, 2)), "has 5 cores: embedding tables take at most 4"),
     (lambda: TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, padding_idx=0)), "can't leave padding_idx out of bags: build the Em"),
     (lambda: TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, scale_grad_by_freq=True)), "scale_grad_by_freq have no equivalent"),
     (lambda: look_up(0, 101), "id 101 is out of range for table 'C3': its ids run from 0 to 100"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -35,13 +34,11 @@ def train(model: nn.ModuleList, optimizer: torch.optim.Optimizer, steps: int = 4
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"order{shape.order}")
-@pytest.mark.parametrize(
-    ("kind", "settings"), [(torch.optim.SGD, {"lr": 1e-5}), (torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1, "eps": 1e-8})]
-)
-def test_it_learns_the_same_as_the_optimizers_step(kind: type, settings: dict, shape: cr.TTShape) -> None:
+def test_it_learns_the_same_as_the_optimizers_step(shape: cr.TTShape) -> None:
+    """For the formulas of all optimizers, see `tests/ops/test_updates.py`."""
     plain = two_tables(shape)
     updated = copy.deepcopy(plain)
-    optimizers = [kind(model.parameters(), **settings) for model in (plain, updated)]
+    optimizers = [torch.optim.Adagrad(model.parameters(), lr=0.05, lr_decay=0.1, eps=1e-8) for model in (plain, updated)]
     assert update_in_backward_(updated, optimizers[1]) == ["0", "1"]
     for model, optimizer in zip((plain, updated), optimizers, strict=True):
         train(model, optimizer)
@@ -54,34 +51,31 @@ def test_it_learns_the_same_as_the_optimizers_step(kind: type, settings: dict, s
             torch.testing.assert_close(optimizers[1].state[actual][key], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: f"order{shape.order}")
-@pytest.mark.parametrize("how", ["apply", "update"])
-def test_row_wise_adagrad_takes_all_parameters(how: str, shape: cr.TTShape) -> None:
-    model = two_tables(shape)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    if how == "apply":
-        _apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.05})
-    else:
-        optimizer = RowWiseAdagrad(model.parameters(), lr=0.05)
-        update_in_backward_(model, optimizer)
-    before = copy.deepcopy(model.state_dict())
-    train(model, optimizer, steps=1)
-    for name, parameter in model.named_parameters():
-        change = parameter.detach() - before[name]
-        slices = change.transpose(0, 1) if change.dim() == 4 else change  # each moves as far as the first step allows
-        moved = slices.flatten(1).square().mean(1).sqrt()
-        assert moved.any(), name
-        torch.testing.assert_close(moved[moved > 0], torch.full_like(moved[moved > 0], 0.05))
+def test_row_wise_adagrad_is_the_same_as_applied_in_backward() -> None:
+    models = [two_tables(SHAPES[1]) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    _apply_optimizer_in_backward(RowWiseAdagrad, models[0].parameters(), {"lr": 0.05})
+    optimizer = RowWiseAdagrad(models[1].parameters(), lr=0.05)
+    update_in_backward_(models[1], optimizer)
+    for model, each in zip(models, (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), optimizer), strict=True):
+        train(model, each)
+    torch.testing.assert_close(*(list(model.parameters()) for model in models))
 
 
-@pytest.mark.parametrize("case", ["momentum", "others", "no tables"])
-def test_optimizers_that_cannot_update_in_backward_are_refused(case: str) -> None:
-    model = two_tables(SHAPES[0])
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if case == "others":
-        optimizer = torch.optim.Adagrad(two_tables(SHAPES[0]).parameters())
-    with pytest.raises(ValueError, match=r"no TT table's cores are updated by this \w+: give the optimizer of the cores"):
-        update_in_backward_(nn.ModuleList() if case == "no tables" else model, optimizer)
+class Adagrad(torch.optim.Adagrad):
+    """An optimizer of the same name as torch's, but not torch's."""
+
+
+def test_optimizers_that_cannot_update_in_backward_are_refused() -> None:
+    model, optimizers = two_tables(SHAPES[0]), torch.optim
+    for kind, tables in (
+        (optimizers.RMSprop, model),
+        (Adagrad, model),
+        (optimizers.Adagrad, nn.ModuleList()),
+        (optimizers.Adagrad, two_tables(SHAPES[0])),
+    ):
+        with pytest.raises(ValueError, match=r"no TT table's cores are updated by this \w+: give the optimizer of the cores"):
+            update_in_backward_(tables, kind(model.parameters(), lr=0.1))
 
 
 def test_it_can_be_undone_and_redone() -> None:
@@ -130,13 +124,3 @@ def test_replicas_stay_equal_under_distributed_data_parallel() -> None:
     first, second = run_processes(2, train_replicas)
     for one, other in zip(first, second, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_an_optimizer_of_the_same_name_is_not_torchs() -> None:
-    class Adagrad(torch.optim.Adagrad):
-        def step(self, closure: Any = None) -> None:
-            """Do nothing."""
-
-    bag = cr.TTEmbeddingBag(1000, 8, tt_ranks=2)
-    with pytest.raises(ValueError, match="no TT table's cores are updated by this Adagrad: give"):
-        update_in_backward_(bag, Adagrad(bag.parameters(), lr=0.1))

@@ -24,7 +24,7 @@ from comera_rec.tt import TTShape
 
 def differentiate(
     function: Callable[..., Tensor],
-    tables: list[TTEmbeddingBag],
+    tables: Sequence[TTEmbeddingBag],
     *batch: object,
     grad: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -56,7 +56,11 @@ def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: tor
 
 
 def check(
-    tables: list[TTEmbeddingBag], *batch: object, impl: str = "auto", oracle: Callable[..., Tensor] = pool_dense, **arguments: Any
+    tables: Sequence[TTEmbeddingBag],
+    *batch: object,
+    impl: str = "auto",
+    oracle: Callable[..., Tensor] = pool_dense,
+    **arguments: Any,
 ) -> None:
     """Compare outputs and gradients with those of the oracle in float64."""
     actual = differentiate(pool, tables, *batch, impl=impl, **arguments)
@@ -116,7 +120,7 @@ def test_any_bags(data: st.DataObject) -> None:
     check(tables, ids, offsets.to(index), impl=impl, grad=grad, **arguments)
 
 
-def lookups(tables: list[TTEmbeddingBag], count: int) -> list[Tensor]:
+def lookups(tables: Sequence[TTEmbeddingBag], count: int) -> list[Tensor]:
     return [(torch.rand(count) ** 3 * table.num_embeddings).long() for table in tables]
 
 
@@ -143,7 +147,6 @@ def test_columns_of_every_kernel(columns: tuple[int, int], is_padded: bool) -> N
     ("row_shapes", "col_shape", "ranks", "dtype"),
     [
         ([(200, 300), (50, 40), (3, 2000), (1, 1)], (4, 4), (8,), torch.float32),
-        ([(200, 300), (50, 40), (3, 2000), (1, 1)], (4, 4), (8,), torch.bfloat16),
         ([(20, 15, 200), (5, 4, 30), (40, 50, 7)], (2, 4, 8), (5, 8), torch.float32),
         ([(3, 2, 70, 50), (10, 6, 5, 4)], (2, 4, 2, 4), (3, 8, 5), torch.float16),
     ],
@@ -273,9 +276,3 @@ def test_a_second_derivative_is_refused(updated: bool) -> None:
     (gradient,) = torch.autograd.grad(out.square().sum(), table.rank_1 if updated else table.core_0, create_graph=True)
     with pytest.raises(RuntimeError, match=r"differentia|derivative"):
         gradient.square().sum().backward()
-
-
-def test_tables_of_five_cores_are_refused() -> None:
-    shape = TTShape((2, 3, 2, 2, 2), (1, 2, 1, 2, 1), (2, 2, 2, 2))
-    with pytest.raises(ValueError, match=r"shape TTShape\(.*\) has 5 cores: embedding tables take at most 4"):
-        TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape)

@@ -6,13 +6,12 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import bag_tables
 import pytest
 import torch
+from bag_tables import every_order, pool, tables_of
 from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward, param_to_optim_hook_handle_map
 from torch import Tensor, nn
 
-from comera_rec.ops import plan_lookup, tt_bags
 from comera_rec.tt import TTShape, row_digits
 
 SHAPES = {
@@ -21,7 +20,6 @@ SHAPES = {
     4: [TTShape((3, 4, 2, 5), (2, 1, 3, 2), (4, 5, 3)), TTShape((2, 2, 3, 3), (2, 1, 3, 2), (1, 2, 2))],
 }
 HOT_ROWS: tuple[tuple[int, int], ...] = ((4, 3), (2, 2))  # of the first table; some are used by every other batch
-every_order = pytest.mark.parametrize("order", [2, 3, 4])
 EPS = {"eps": 1e-2}  # large compared with rounding errors of zero gradients
 SGD, ADAGRAD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW
 CASES = {
@@ -52,9 +50,7 @@ class Batch(NamedTuple):
 
 
 def make_tables(order: int, dtype: torch.dtype = torch.float32, shapes: Sequence[TTShape] | None = None) -> nn.ModuleList:
-    shapes = shapes or SHAPES[order]
-    rows, ranks, hot_rows = [s.row_shape for s in shapes], [s.ranks for s in shapes], [HOT_ROWS, *[()] * (len(shapes) - 1)]
-    return nn.ModuleList(bag_tables.make_tables(rows, shapes[0].col_shape, ranks, dtype=dtype, hot_rows=hot_rows))
+    return tables_of(shapes or SHAPES[order], dtype=dtype, hot_rows=[HOT_ROWS])
 
 
 def make_batches(tables: nn.ModuleList, count: int = 4, lookups: int = 30, dtype: torch.dtype = torch.float32) -> list[Batch]:
@@ -71,18 +67,9 @@ def make_batches(tables: nn.ModuleList, count: int = 4, lookups: int = 30, dtype
 
 
 def look_up(tables: nn.ModuleList, batch: Batch, *, impl: str = "auto", mode: str = "sum", **arguments: Any) -> Tensor:
-    plan = plan_lookup(batch.ids, [table.shape.row_shape for table in tables], impl=impl)
-    return tt_bags(
-        [table.forward_parameters() for table in tables],
-        plan,
-        batch.offsets,
-        num_cols=tables[0].embedding_dim,
-        mode=mode,
-        per_sample_weights=batch.weights.to(tables[0].core_0.dtype) if mode == "sum" else None,
-        features=len(tables),
-        impl=impl,
-        **arguments,
-    )
+    weights = batch.weights.to(tables[0].core_0.dtype) if mode == "sum" else None
+    how = {"impl": impl, "mode": mode, "per_sample_weights": weights, "features": len(tables)}
+    return pool(tables, batch.ids, batch.offsets, **how, **arguments)
 
 
 def differentiate(tables: nn.ModuleList, batch: Batch, mode: str = "sum") -> list[Tensor]:

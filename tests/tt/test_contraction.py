@@ -70,21 +70,16 @@ def test_the_choice_is_within_a_tenth_of_the_cheapest(shape: TTShape) -> None:
         assert chosen <= cheapest / 0.9
 
 
-def test_small_batches_use_cores_one_by_one_and_large_ones_use_l_and_r() -> None:
-    contractions = best_contractions(TTShape.for_linear(4096, 4096, tt_ranks=128))
-    assert contraction_for(contractions, 0).parts == (0, 1, 2, 3)
-    assert contraction_for(contractions, 16_384).parts == ((0, 1), (2, 3))
-
-
-def test_cores_of_full_rank_are_contracted_to_the_dense_matrix() -> None:
-    (whole,) = contraction_for(best_contractions(TTShape.for_linear(512, 512, tt_ranks=10**6)), 16_384).parts
-    assert span(whole) == (0, 4)
-
-
-def test_output_modes_are_joined_from_the_end_if_ranks_are_large() -> None:
-    shape = TTShape.for_linear(1000, 1000, tt_ranks=64, order=6)
-    _, right = contraction_for(best_contractions(shape), 16_384).parts
-    assert right == (3, (4, 5))  # the product of the last two has no rank on the right
+def test_forms_of_known_cases() -> None:
+    large, full = TTShape.for_linear(4096, 4096, tt_ranks=128), TTShape.for_linear(512, 512, tt_ranks=10**6)
+    for shape, batch, parts in (
+        (large, 0, (0, 1, 2, 3)),  # one core after the other
+        (large, 16_384, ((0, 1), (2, 3))),  # L and R
+        (TTShape.for_linear(1000, 1000, tt_ranks=64, order=6), 16_384, (((0, 1), 2), (3, (4, 5)))),  # 4 and 5 have no rank beyond
+    ):
+        assert contraction_for(best_contractions(shape), batch).parts == parts
+    (whole,) = contraction_for(best_contractions(full), 16_384).parts
+    assert span(whole) == (0, 4), "the dense matrix"
 
 
 def test_costs_name_the_faster_form() -> None:

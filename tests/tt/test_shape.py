@@ -107,6 +107,8 @@ def test_defaults_and_the_order_that_ranks_or_a_budget_imply() -> None:
     assert TTShape.for_table(1_000_000, 64, budget_params=640_000).order == 2
     assert TTShape.for_table(1_000_000, 64, budget_params=8_000).order > 2
     assert TTShape.for_table(1_000_000, 64, budget_params=640_000, order=4).order == 4
+    exact = TTShape.for_table(1000, 16, tt_ranks=4, order=2).num_params
+    assert [TTShape.for_table(1000, 16, budget_params=exact - less, order=2).ranks for less in (0, 1)] == [(4,), (3,)]
     linear = TTShape.for_linear(1024, 512)
     assert (linear.order, linear.ranks) == (4, (16, 16, 16))
     assert linear.col_shape[:2] == (1, 1) == linear.row_shape[2:]
