@@ -35,6 +35,7 @@ from torchrec.streamable import Multistreamable
 
 from comera_rec.ops import check_ids
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
+from comera_rec.recsys.config import TTEmbeddingBagConfig
 from comera_rec.recsys.keyed import in_order, repeated, require_features
 from comera_rec.recsys.sharding.fused_optimizer import FusedTTOptimizer, is_fused, new_optimizers
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, Part, Placement, RowShard, RowWise, data_parallel, table_wise
@@ -155,6 +156,14 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         self._register_state_dict_hook(_to_dtensors)
         self.register_load_state_dict_pre_hook(_to_local)
 
+    def parts(self) -> list[Part]:
+        """The TT tables by sharding type."""
+        return self._parts
+
+    def tables(self) -> list[TTEmbeddingBagConfig]:
+        """The configs of all tables, in order."""
+        return self._tables
+
     def create_context(self) -> ShardedContext:
         return ShardedContext()
 
@@ -171,13 +180,10 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
                 ctx.inverse_indices = features.inverse_indices_or_none()
             else:
                 features = pad_vbe_kjt_lengths(features)
-        keys = features.keys()
         awaitables: list[Any] = []
         with torch.no_grad():
             for part in self._parts:
-                part_features = (
-                    features if keys == part.features else features.permute([keys.index(name) for name in part.features])
-                )
+                part_features = part.in_order(features)
                 _check_ids(part, part_features)
                 ctx.divisors.append(part.divisor(part_features))
                 part_features = part.in_rows(part_features)

@@ -101,6 +101,11 @@ class Part(nn.Module):
             lookup.tt_bags.update(bags)
             self._lookup.append(lookup)
 
+    def in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return the part's features in their order."""
+        keys = features.keys()
+        return features if keys == self.features else features.permute([keys.index(name) for name in self.features])
+
     def context(self, features: KeyedJaggedTensor) -> EmbeddingShardingContext:
         """Return what the output dist has to know about a batch; call it after `input_dist`."""
         if self.is_pooled:
@@ -116,7 +121,8 @@ class Part(nn.Module):
 
         If batch sizes vary by feature, [sum of B_f * N_f], process by process, as TorchRec's output dists expect.
         """
-        if isinstance(context, SequenceShardingContext):
+        if not self.is_pooled:
+            assert isinstance(context, SequenceShardingContext)
             context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
         varies = context.variable_batch_per_feature
         strides = features.stride_per_key_per_rank() if varies else None
@@ -134,7 +140,8 @@ class Part(nn.Module):
 
     def by_feature(self, bags: Tensor, context: EmbeddingShardingContext) -> Sequence[Tensor]:
         """Split what comes back by feature: [B, N_f] or [B_f, N_f] bags, or [L_f, N] rows, of each."""
-        if isinstance(context, SequenceShardingContext):
+        if not self.is_pooled:
+            assert isinstance(context, SequenceShardingContext)
             assert context.features_before_input_dist is not None
             return bags.split(context.features_before_input_dist.length_per_key())
         dims = [config.embedding_dim for config in self.tables]
