@@ -28,6 +28,7 @@ BENCHMARKS = {
     "gpu-dlrm": ("dlrm:run_steps", "steps of a whole DLRM: dense, TT, and on a GPU TT in a CUDA graph"),
     "step": ("step:run", "a training step part by part: Kaggle's DLRM, dense and TT; MLPerf's DLRM-DCNv2, TT, and its memory"),
     "preprocess": ("preprocess:run", "raw logs to a data set: comera preprocess, pandas, DuckDB, torchrec; resumes"),
+    "drift": ("drift:run", "frequencies that drift: hot rows as they are, reranked, ordered right from the start"),
     "days": ("days:run", "daily retraining: continued, anew on all days, the first day only"),
     "serve": ("serve:run", "requests: packages of a TT model and TorchRec's quantized dense one"),
     "serve-http": ("serve_http:run", "one-row requests over HTTP: comera serve, Starlette under uvicorn, a bare echo"),

@@ -8,6 +8,7 @@ from comera_rec.nn.hot_rows import HotRows
 from comera_rec.nn.linear import TTLinear
 from comera_rec.nn.linear_compression import LinearCompression, compressed_linears
 from comera_rec.nn.replacement import FilterFn, keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
+from comera_rec.nn.reranking import rerank_hot_rows_
 from comera_rec.nn.transformer import (
     EMBEDDING_STD,
     EncoderBlock,
@@ -44,5 +45,6 @@ __all__ = [
     "parameter_owners",
     "replace_data_",
     "replace_modules_",
+    "rerank_hot_rows_",
     "update_in_backward_",
 ]

@@ -11,13 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, pooling_type_to_str
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-    get_embedding_names_by_table,
-    process_pooled_embeddings,
-    reorder_inverse_indices,
-)
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, pooling_type_to_str
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from comera_rec.nn import TTEmbeddingBag
@@ -28,6 +23,7 @@ from comera_rec.ops.bags import Slots, Table, write_slots
 from comera_rec.ops.bags.updates import update_kinds
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
+from comera_rec.recsys.keyed import in_order, joined, repeated, require_features
 from data_pipeline.errors import UserError
 
 
@@ -104,7 +100,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         Raises:
             ValueError: naming the table, the id and the limit, if an id of a TT table is out of range (checked on CPU).
         """
-        self._require_features(features)
+        require_features(features, self._configs, is_pooled=self.is_pooled)
         by_feature = features.to_dict()
         plans = {_names(configs): self._plan_group(configs, by_feature, parallel=False) for configs in self._groups()}
         vars(features).setdefault(_PLANS, {})[self._what_plans_depend_on()] = (_version(features.values()), plans)
@@ -125,7 +121,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             KeyedTensor of shape [B, sum of N_f]; [sum of L_f, N] with key_dim 0 if not `is_pooled`.
         """
         features = maybe_td_to_kjt(features, None)
-        self._require_features(features)
+        require_features(features, self._configs, is_pooled=self.is_pooled)
         by_feature, plans = features.to_dict(), self._plans_made_ahead(features)
         self._check_dense_ids(by_feature)
         if not self._configs:
@@ -142,6 +138,12 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             parts = {self._dense_keys[name]: part for name, part in of_keys.items()}
             if self.is_pooled and list(parts) == self._keys:
                 return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=dense.values())
+        inverse_indices = features.inverse_indices_or_none()
+        if inverse_indices is not None and self.is_pooled:
+            bags = self.different_bags(features)
+            names = [feature for config in self._tt_configs for feature in config.feature_names]
+            parts |= zip(self._tt_keys, repeated(bags, inverse_indices, names), strict=True)
+            return in_order(self._keys, parts, dim)
         for configs in groups:
             keys, values = self._keys_of(configs), self._pool_group(configs, features, by_feature, plans)
             if self.is_pooled and keys == self._keys:
@@ -151,6 +153,20 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             sizes = [configs[0].embedding_dim if self.is_pooled else by_feature[name].values().shape[0] for name in names]
             parts |= zip(keys, values.split(sizes, dim), strict=True)
         return in_order(self._keys, parts, dim)
+
+    def different_bags(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        """Pool the bags of TT tables as they are, where their number may differ between features.
+
+        Returns:
+            For each feature of each table [B_f, N_f], where feature f has B_f bags: see `repeated`.
+        """
+        by_feature, plans = features.to_dict(), self._plans_made_ahead(features)
+        parts: dict[str, Tensor] = {}
+        for configs in self._groups():
+            pooled = self._pool_group(configs, features, by_feature, plans, in_one_batch=False)
+            sizes = [by_feature[feature].lengths().shape[0] for config in configs for feature in config.feature_names]
+            parts |= zip(self._keys_of(configs), pooled.split(sizes), strict=True)
+        return [parts[key] for key in self._tt_keys]
 
     def _can_share_bags(self, groups: Sequence[Sequence[TTEmbeddingBagConfig]], features: KeyedJaggedTensor) -> bool:
         """Whether all lookups can write into one tensor: bags of one width and number, by CPU operators, outside of tracers."""
@@ -202,13 +218,6 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
         return [key for config in configs for key in self._names[config.name]]
 
-    def _require_features(self, features: KeyedJaggedTensor) -> None:
-        require_keys(features, self._configs)
-        if self.is_pooled and features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
-            raise UserError(
-                "features have different batch sizes: give the KeyedJaggedTensor inverse indices, or one batch size for all"
-            )
-
     def _check_dense_ids(self, by_feature: dict[str, JaggedTensor]) -> None:
         """Check the ids of dense tables: FBGEMM may return another table's row for a wrong id. Plans check those of TT tables."""
         for config in (config for config in self._configs if not config.is_tt):
@@ -243,8 +252,13 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         by_feature: dict[str, JaggedTensor],
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
         slots: Slots | None = None,
+        *,
+        in_one_batch: bool = True,
     ) -> Tensor:
-        """Pool a group's F features, [B, F * N] or into slots; if not `is_pooled`, look up their rows, [sum of L_f, N]."""
+        """Pool a group's F features, [B, F * N] or into slots; if not `is_pooled`, look up their rows, [sum of L_f, N].
+
+        If not `in_one_batch`, feature f has B_f bags: [sum of B_f, N].
+        """
         tables = [self.tt_bag(config.name) for config in configs]
         names = [feature for config in configs for feature in config.feature_names]
         features = [by_feature[feature] for feature in names]
@@ -253,24 +267,18 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         elif names == batch.keys():  # the batch has these offsets already
             offsets = batch.offsets()
         else:
-            offsets = F.pad(_joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0))
-        inverse_indices = batch.inverse_indices_or_none()  # if given, the number of bags may differ between features
-        is_one_batch = self.is_pooled and inverse_indices is None
-        pooled = tt_bags(
+            offsets = F.pad(joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0))
+        return tt_bags(
             self.forward_parameters(tables),
             plans.get(_names(configs)) or self._plan_group(configs, by_feature),
             offsets,
             num_cols=configs[0].embedding_dim,
             mode=tables[0].mode,
-            per_sample_weights=_joined([feature.weights() for feature in features]) if self._is_weighted else None,
-            features=len(features) if is_one_batch else 1,
+            per_sample_weights=joined([feature.weights() for feature in features]) if self._is_weighted else None,
+            features=len(features) if in_one_batch and self.is_pooled else 1,
             update_in_backward=self.update_in_backward,
             slots=slots,
         ).float()
-        if inverse_indices is None or not self.is_pooled:
-            return pooled
-        order = reorder_inverse_indices(inverse_indices=inverse_indices, feature_names=names)
-        return process_pooled_embeddings(list(pooled.split([feature.lengths().shape[0] for feature in features])), order)
 
     def forward_parameters(self, tables: Sequence[TTEmbeddingBag]) -> list[Table]:
         """Return the parameters of tables that share a lookup; sharded collections override it to reduce gradients."""
@@ -337,17 +345,6 @@ def _takes_slots(table: TTEmbeddingBag) -> bool:
 _PLANS = "plans_made_ahead"  # attribute of features: by what plans depend on, the version of the values and the plans
 
 
-def require_keys(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]) -> None:
-    """Raise TypeError for anything but a KeyedJaggedTensor, ValueError naming the table if a table's feature is missing."""
-    if not isinstance(features, KeyedJaggedTensor):
-        raise TypeError(f"features is a {type(features).__name__}: give a KeyedJaggedTensor")
-    keys = features.keys()
-    for config in configs:
-        for feature in config.feature_names:
-            if feature not in keys:
-                raise UserError(f"table {config.name!r} looks up feature {feature!r}, which the batch lacks: it has {keys}")
-
-
 def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:
     return tuple(config.name for config in configs)
 
@@ -355,16 +352,6 @@ def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:
 def _version(values: Tensor) -> int | None:
     """Return a number that changes with the values."""
     return None if values.is_inference() else values._version
-
-
-def in_order(keys: list[str], parts: Mapping[str, Tensor], dim: int) -> KeyedTensor:
-    """Combine what was looked up for each key, side by side (`dim` 1) or one below the other (0), in the order of the keys."""
-    return KeyedTensor(keys, [parts[key].shape[dim] for key in keys], _joined([parts[key] for key in keys], dim), key_dim=dim)
-
-
-def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate tensors; a single one is returned without a copy."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 def _require_valid(configs: Sequence[TTEmbeddingBagConfig]) -> None:

@@ -15,8 +15,9 @@ from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from comera_rec.nn.tracing import one_call_in_fx
-from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
+from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingConfig
+from comera_rec.recsys.keyed import require_features
 from data_pipeline.errors import UserError
 
 
@@ -90,7 +91,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
             By feature (by feature and table, where tables share one) a JaggedTensor of [L_f, N] values.
         """
         features = maybe_td_to_kjt(features, None)
-        require_keys(features, self._configs)
+        require_features(features, self._configs, is_pooled=False)
         by_feature = features.to_dict()
         looked_up = self.tables(features)
         rows_of_keys = looked_up.values().split(looked_up.length_per_key())

@@ -14,6 +14,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingEnv
 
 import comera_rec as cr
+from comera_rec.recsys.sharding import TTManagedCollisionEmbeddingBagCollectionSharder
 
 
 def shard(
@@ -34,7 +35,9 @@ def shard(
         group: the processes, all by default.
     """
     group = group or dist.distributed_c10d._get_default_group()
-    sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused and dict(fused)))]
+    dense_sharder = EmbeddingBagCollectionSharder(fused_params=fused and dict(fused))
+    managed = TTManagedCollisionEmbeddingBagCollectionSharder(dense_sharder)
+    sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(dense_sharder), managed]
     constraints = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in (kinds or {}).items()}
     planner = cr.TTShardingPlanner(Topology(group.size(), "cpu"), batch, constraints=constraints, stats=[])
     env = ShardingEnv(group.size(), group.rank())

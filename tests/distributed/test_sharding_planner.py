@@ -66,14 +66,14 @@ def test_torchrecs_own_planner_is_refused() -> None:
         planner.plan(model(table("users", 1_000_000, 8)), [cr.TTEmbeddingBagCollectionSharder()])
 
 
-def test_managed_collisions_over_tt_tables_are_not_sharded() -> None:
+def test_managed_collisions_over_tt_tables_need_a_sharder() -> None:
     tables = [table("users", 1000, 8)]
     ids = MCHManagedCollisionModule(
         zch_size=1000, device=torch.device("cpu"), eviction_interval=1, eviction_policy=DistanceLFU_EvictionPolicy()
     )
     collisions = ManagedCollisionCollection({"users": ids}, tables)
     managed = nn.ModuleDict({"sparse": ManagedCollisionEmbeddingBagCollection(TTEmbeddingBagCollection(tables), collisions)})
-    with pytest.raises(ValueError, match="sparse is a managed collision module, which TorchRec shards only over its own") as error:
+    with pytest.raises(ValueError, match="sparse is a managed collision module: give TTManagedCollision") as error:
         plan(managed)
     sharder = cr.TTEmbeddingBagCollectionSharder()
     with pytest.raises(ValueError, match=re.escape(str(error.value))):

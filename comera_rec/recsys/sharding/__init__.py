@@ -2,6 +2,7 @@
 
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
 from comera_rec.recsys.sharding.data_parallel import rewrap_data_parallel_
+from comera_rec.recsys.sharding.managed_collisions import TTManagedCollisionEmbeddingBagCollectionSharder
 from comera_rec.recsys.sharding.optimizer_state import load_optimizer_state_, optimizer_state
 from comera_rec.recsys.sharding.planner import TTShardingPlanner
 from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder
@@ -9,6 +10,7 @@ from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder
 __all__ = [
     "ShardedTTEmbeddingBagCollection",
     "TTEmbeddingBagCollectionSharder",
+    "TTManagedCollisionEmbeddingBagCollectionSharder",
     "TTShardingPlanner",
     "load_optimizer_state_",
     "optimizer_state",

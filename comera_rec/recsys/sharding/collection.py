@@ -34,7 +34,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.streamable import Multistreamable
 
 from comera_rec.ops import check_ids
-from comera_rec.recsys.collection import TTEmbeddingBagCollection, in_order, require_keys
+from comera_rec.recsys.collection import TTEmbeddingBagCollection
+from comera_rec.recsys.config import TTEmbeddingBagConfig
+from comera_rec.recsys.keyed import in_order, repeated, require_features
 from comera_rec.recsys.sharding.fused_optimizer import FusedTTOptimizer, is_fused, new_optimizers
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, Part, Placement, RowShard, RowWise, data_parallel, table_wise
 from data_pipeline.errors import UserError
@@ -52,13 +54,15 @@ class ShardedContext(Multistreamable):
 
     sharding_contexts: list[EmbeddingShardingContext] = field(default_factory=list)
     dense: Any = None
+    inverse_indices: tuple[list[str], Tensor] | None = None
     divisors: list[Tensor | None] = field(default_factory=list)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors until that stream is done with them."""
-        for divisor in self.divisors:
-            if divisor is not None:
-                divisor.record_stream(stream)
+        inverse_indices = [] if self.inverse_indices is None else [self.inverse_indices[1]]
+        for tensor in (*inverse_indices, *self.divisors):
+            if tensor is not None:
+                tensor.record_stream(stream)
         for context in self.sharding_contexts:
             context.record_stream(stream)
         if self.dense is not None:
@@ -152,6 +156,14 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         self._register_state_dict_hook(_to_dtensors)
         self.register_load_state_dict_pre_hook(_to_local)
 
+    def parts(self) -> list[Part]:
+        """The TT tables by sharding type."""
+        return self._parts
+
+    def tables(self) -> list[TTEmbeddingBagConfig]:
+        """The configs of all tables, in order."""
+        return self._tables
+
     def create_context(self) -> ShardedContext:
         return ShardedContext()
 
@@ -159,21 +171,19 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         """Send every id to the process that has its row.
 
         Raises:
-            ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature, if bags
-                are pooled; for a feature that is missing.
+            ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature without
+                inverse indices, if bags are pooled; for a feature that is missing.
         """
-        if features.variable_stride_per_key() and not self._is_pooled:
-            features = pad_vbe_kjt_lengths(features)
+        require_features(features, self._tables, is_pooled=self._is_pooled)
         if features.variable_stride_per_key():
-            raise UserError("sharded TT tables take one batch size for all features: give inputs without inverse indices")
-        require_keys(features, self._tables)
-        keys = features.keys()
+            if self._is_pooled:
+                ctx.inverse_indices = features.inverse_indices_or_none()
+            else:
+                features = pad_vbe_kjt_lengths(features)
         awaitables: list[Any] = []
         with torch.no_grad():
             for part in self._parts:
-                part_features = (
-                    features if keys == part.features else features.permute([keys.index(name) for name in part.features])
-                )
+                part_features = part.in_order(features)
                 _check_ids(part, part_features)
                 ctx.divisors.append(part.divisor(part_features))
                 part_features = part.in_rows(part_features)
@@ -211,7 +221,10 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         for part, keys, bags, divisor, context in zip(
             self._parts, self._part_keys, pooled, ctx.divisors, ctx.sharding_contexts, strict=False
         ):
-            found |= zip(keys, part.by_feature(bags if divisor is None else bags / divisor, context), strict=True)
+            of_features = part.by_feature(bags if divisor is None else bags / divisor, context)
+            if ctx.inverse_indices is not None:
+                of_features = repeated(of_features, ctx.inverse_indices, part.features)
+            found |= zip(keys, of_features, strict=True)
         if isinstance(dense, KeyedTensor):
             found |= {self._dense_keys[name]: bags for name, bags in dense.to_dict().items()}
         elif dense is not None:

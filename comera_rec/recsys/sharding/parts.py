@@ -8,10 +8,10 @@ of bags: [sum of L_f, N] instead of [B, sum of N_f].
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ from torchrec.distributed.types import Awaitable, QuantizedCommCodecs, ShardingT
 from torchrec.modules.embedding_configs import PoolingType
 
 from comera_rec.nn import TTEmbeddingBag
-from comera_rec.ops.bags import HotBlock, Table
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
 from comera_rec.recsys.sharding.fused_optimizer import OptimizerBuilders, apply_optimizers_, is_fused
+from comera_rec.recsys.sharding.replicas import ReplicatedLookup
 from comera_rec.tt import TTShape
 from data_pipeline.errors import UserError
 
@@ -93,37 +93,62 @@ class Part(nn.Module):
         # In a list, so that parameters are registered once, under the names of the unsharded collection.
         self._lookup: list[TTEmbeddingBagCollection] = []
         if local:
-            lookup = TTEmbeddingBagCollection(local, placement.is_weighted, "meta", is_pooled=placement.is_pooled)
-            if replicated_over is not None:
-                lookup = ReplicatedLookup(local, placement, divided=divided)
+            kind = {"is_weighted": placement.is_weighted, "is_pooled": placement.is_pooled}
+            if replicated_over is None:
+                lookup = TTEmbeddingBagCollection(local, device="meta", **kind)
+            else:
+                lookup = ReplicatedLookup(local, placement.group, divided=divided, **kind)
             lookup.tt_bags.update(bags)
             self._lookup.append(lookup)
+
+    def in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return the part's features in their order."""
+        keys = features.keys()
+        return features if keys == self.features else features.permute([keys.index(name) for name in self.features])
 
     def context(self, features: KeyedJaggedTensor) -> EmbeddingShardingContext:
         """Return what the output dist has to know about a batch; call it after `input_dist`."""
         if self.is_pooled:
-            return EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key())
+            return EmbeddingShardingContext(
+                batch_size_per_feature_pre_a2a=features.stride_per_key(),
+                variable_batch_per_feature=features.variable_stride_per_key(),
+            )
         order = getattr(self.input_dist, "unbucketize_permute_tensor", None)
         return SequenceShardingContext(features_before_input_dist=features, unbucketize_permute_tensor=order)
 
     def lookup(self, features: KeyedJaggedTensor, context: EmbeddingShardingContext) -> Tensor:
-        """[B, sum of N_f] bags of the ids that this process was sent."""
-        if isinstance(context, SequenceShardingContext):
+        """[B, sum of N_f] bags of the ids that this process was sent.
+
+        If batch sizes vary by feature, [sum of B_f * N_f], process by process, as TorchRec's output dists expect.
+        """
+        if not self.is_pooled:
+            assert isinstance(context, SequenceShardingContext)
             context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
+        varies = context.variable_batch_per_feature
+        strides = features.stride_per_key_per_rank() if varies else None
         for lookup in self._lookup:
-            ids, weights = features.values(), features.weights_or_none()
-            values: Tensor = lookup(KeyedJaggedTensor(self._local_features, ids, weights, features.lengths())).values()
-            return values
+            ids, weights, lengths = features.values(), features.weights_or_none(), features.lengths()
+            batch = KeyedJaggedTensor(self._local_features, ids, weights, lengths, stride_per_key_per_rank=strides)
+            if strides is None:
+                values: Tensor = lookup(batch).values()
+                return values
+            of_features = [bags.split(sizes) for bags, sizes in zip(lookup.different_bags(batch), strides, strict=True)]
+            return torch.cat([bags.flatten() for of_process in zip(*of_features, strict=True) for bags in of_process])
         # Empty, but differentiable: every process takes part in sending bags and their gradients.
-        size = (features.stride(), 0) if self.is_pooled else (0, self.tables[0].embedding_dim)
-        return torch.empty(size, device=features.device(), requires_grad=True)
+        size = [features.stride(), 0] if self.is_pooled else [0, self.tables[0].embedding_dim]
+        return torch.empty([0] if varies else size, device=features.device(), requires_grad=True)
 
     def by_feature(self, bags: Tensor, context: EmbeddingShardingContext) -> Sequence[Tensor]:
-        """Split what comes back by feature: [B, N_f] bags, or [L_f, N] rows, of each."""
-        if isinstance(context, SequenceShardingContext):
+        """Split what comes back by feature: [B, N_f] or [B_f, N_f] bags, or [L_f, N] rows, of each."""
+        if not self.is_pooled:
+            assert isinstance(context, SequenceShardingContext)
             assert context.features_before_input_dist is not None
             return bags.split(context.features_before_input_dist.length_per_key())
-        return bags.split([config.embedding_dim for config in self.tables], dim=1)
+        dims = [config.embedding_dim for config in self.tables]
+        if not context.variable_batch_per_feature:
+            return bags.split(dims, dim=1)
+        parts = bags.split([size * dim for size, dim in zip(context.batch_size_per_feature_pre_a2a, dims, strict=True)])
+        return [part.view(-1, dim) for part, dim in zip(parts, dims, strict=True)]
 
     def give_optimizers_(self, builders: Mapping[str, OptimizerBuilders], device: torch.device) -> None:
         """Give parameters their values, if they are on the meta device, and the optimizers in backward of the whole tables."""
@@ -147,7 +172,7 @@ class Part(nn.Module):
         return {each for each in parameters if self._replicated_over is None or each in divided or is_fused(each)}
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
-        """Return the divisors [B, sum of N_f] of the bags that come back; None if they need no division."""
+        """Return the divisors of the bags that come back, in their shape; None if they need no division."""
         return None
 
     def in_rows(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -180,14 +205,19 @@ def table_wise(
     dims = [[config.embedding_dim for config in placed for _ in config.feature_names] for placed in by_process]
     features = [len(dim) for dim in dims]
     local = by_process[group.rank()]
+    output_dist: BaseEmbeddingDist[Any, Tensor, Tensor]
+    if placement.is_pooled:
+        output_dist = TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device, qcomm_codecs_registry=placement.codecs)
+        # Otherwise, the first batch would decide whether batch sizes may vary by feature.
+        output_dist._create_output_dist_module(EmbeddingShardingContext(variable_batch_per_feature=True))
+    else:
+        output_dist = TwSequenceEmbeddingDist(group, features, device, placement.codecs)
     return Part(
         configs,
         {config.name: bags[config.name] for config in local},
         placement,
         TwSparseFeaturesDist(group, features),
-        TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device, qcomm_codecs_registry=placement.codecs)
-        if placement.is_pooled
-        else TwSequenceEmbeddingDist(group, features, device, placement.codecs),
+        output_dist,
         local=local,
     )
 
@@ -243,31 +273,50 @@ class RowWise(Part):
             return features
         ids = features.values().split(features.length_per_key())
         rows = [each if order is None else order[each.long()].to(each.dtype) for each, order in zip(ids, orders, strict=True)]
+        varies = features.variable_stride_per_key()
         return KeyedJaggedTensor(
-            features.keys(), torch.cat(rows), features.weights_or_none(), features.lengths(), stride=features.stride()
+            features.keys(),
+            torch.cat(rows),
+            features.weights_or_none(),
+            features.lengths(),
+            stride=None if varies else features.stride(),
+            stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
         )
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
         is_mean = [config.pooling == PoolingType.MEAN for config in self.tables]
         if not any(is_mean):
             return None
-        lengths_FB = features.lengths().view(len(is_mean), -1).clamp(min=1)
-        dims = torch.tensor([config.embedding_dim for config in self.tables], device=lengths_FB.device)
-        return torch.where(torch.tensor(is_mean, device=lengths_FB.device)[:, None], lengths_FB, 1).repeat_interleave(dims, 0).T
+        dims = [config.embedding_dim for config in self.tables]
+        numbers = (is_mean, dims, features.stride_per_key())
+        is_mean_F, dims_F, sizes_F = (torch.tensor(each, device=features.device()) for each in numbers)
+        divisors = torch.where(is_mean_F.repeat_interleave(sizes_F), features.lengths().flatten().clamp(min=1), 1)
+        if features.variable_stride_per_key():
+            return divisors.repeat_interleave(dims_F.repeat_interleave(sizes_F))
+        return divisors.view(len(dims), -1).repeat_interleave(dims_F, 0).T
 
 
 class RowWiseOutputDist(RwPooledEmbeddingDist):
-    """TorchRec's output dist; gloo can't scatter batches of different sizes, so there each is padded to the largest, then cut."""
+    """TorchRec's output dist; gloo can't scatter batches of different sizes, so there each is padded to the largest, then cut.
+
+    Where batch sizes vary by feature, each number is scattered like a bag of one dimension.
+    """
 
     def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None) -> Awaitable[Tensor]:
         sizes = sharding_ctx.batch_size_per_rank if sharding_ctx else []
+        varies = sharding_ctx is not None and sharding_ctx.variable_batch_per_feature
+        if sharding_ctx and varies:
+            sizes = [sum(map(mul, each, self._embedding_dims)) for each in sharding_ctx.batch_size_per_rank_per_feature]
+            sharding_ctx, local_embs = EmbeddingShardingContext(batch_size_per_rank=sizes), local_embs[:, None]
+        bags: Awaitable[Tensor]
         if len(set(sizes)) < 2 or dist.get_backend(self._pg) != dist.Backend.GLOO:
-            bags: Awaitable[Tensor] = super().forward(local_embs, sharding_ctx)
-            return bags
-        largest, size = max(sizes), sizes[dist.get_rank(self._pg)]
-        padded = torch.cat([F.pad(part, (0, 0, 0, largest - len(part))) for part in local_embs.split(sizes)])
-        bags = super().forward(padded)
-        bags.callbacks.append(lambda whole: whole[:size])
+            bags = super().forward(local_embs, sharding_ctx)
+        else:
+            largest, size = max(sizes), sizes[dist.get_rank(self._pg)]
+            bags = super().forward(torch.cat([F.pad(part, (0, 0, 0, largest - len(part))) for part in local_embs.split(sizes)]))
+            bags.callbacks.append(lambda whole: whole[:size])
+        if varies:
+            bags.callbacks.append(torch.flatten)
         return bags
 
 
@@ -335,68 +384,6 @@ class RowShard(TTEmbeddingBag):
     @property
     def lookup_order(self) -> None:
         return None  # ids arrive as rows: see `RowWise.in_rows`
-
-
-class ReplicatedLookup(TTEmbeddingBagCollection):
-    """Lookup in tables of which every process has a replica, or a shard with replicas of all cores but the leading one.
-
-    A replica's gradient is the mean over processes, for shards the sum. DistributedDataParallel averages; for replicas that
-    optimizers update in backward, which need the gradients earlier, the lookup does.
-
-    Args:
-        configs: of the tables.
-        placement: its group has the replicas.
-        divided: whether tables are shards.
-    """
-
-    def __init__(self, configs: Sequence[TTEmbeddingBagConfig], placement: Placement, *, divided: bool) -> None:
-        super().__init__(configs, placement.is_weighted, "meta", is_pooled=placement.is_pooled)
-        self.update_in_backward = False  # gradients are reduced first
-        self._group, self._divided = placement.group, divided
-
-    def forward_parameters(self, tables: Sequence[TTEmbeddingBag]) -> list[Table]:
-        whole = super().forward_parameters(tables)
-        replicas = [
-            replica
-            for table in whole
-            for replica in (*table.cores[self._divided :], *table.diagonals, *itertools.chain.from_iterable(table.hot))
-        ]
-        fused = tuple(map(is_fused, replicas))
-        if not (self._divided or any(fused)):
-            return whole
-        reduced = iter(_Reduced.apply(self._group, self._divided, fused, *replicas))
-        return [
-            table._replace(
-                cores=[*table.cores[: self._divided], *itertools.islice(reduced, len(table.cores) - self._divided)],
-                diagonals=[*itertools.islice(reduced, len(table.diagonals))],
-                hot=[HotBlock(*itertools.islice(reduced, len(block))) for block in table.hot],
-            )
-            for table in whole
-        ]
-
-
-class _Reduced(torch.autograd.Function):
-    """Replicas, whose gradients become the means over processes or, of shards, the sums.
-
-    The gradients of those that DistributedDataParallel averages afterwards are only scaled.
-    """
-
-    @staticmethod
-    def forward(ctx, group: dist.ProcessGroup, divided: bool, fused: tuple[bool, ...], *replicas: Tensor):  # type: ignore[no-untyped-def]
-        ctx.group, ctx.divided, ctx.fused = group, divided, fused
-        return tuple(replica.view_as(replica) for replica in replicas)
-
-    @staticmethod
-    def backward(ctx, *gradients: Tensor):  # type: ignore[no-untyped-def]
-        world_size = ctx.group.size()
-        reduced = [gradient * world_size if ctx.divided else gradient for gradient in gradients]
-        ours = [k for k, is_ours in enumerate(ctx.fused) if is_ours and ctx.needs_input_grad[3 + k]]
-        if ours:
-            joined = torch.cat([reduced[k].flatten() for k in ours])
-            dist.all_reduce(joined, group=ctx.group)
-            for k, part in zip(ours, (joined / world_size).split([reduced[k].numel() for k in ours]), strict=True):
-                reduced[k] = part.view(reduced[k].shape)
-        return None, None, None, *reduced
 
 
 def digits_per_process(row_shape: Sequence[int], world_size: int) -> int:

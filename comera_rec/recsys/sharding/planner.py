@@ -26,12 +26,14 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
+from comera_rec.recsys.sharding.managed_collisions import TTManagedCollisionEmbeddingBagCollectionSharder
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, digits_per_process
-from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder, require_no_managed_collisions
+from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder, managed_path
 from comera_rec.tt import TTShape
 from data_pipeline.errors import UserError
 
@@ -127,6 +129,14 @@ def _misfit(options: Sequence[ShardingOption], room: Topology) -> str:
     )
 
 
+class _DenseManaged(TTManagedCollisionEmbeddingBagCollectionSharder):
+    """In TorchRec's enumerator, which only lists options of dense tables."""
+
+    def shardable_parameters(self, module: ManagedCollisionEmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        is_tt = isinstance(module._embedding_module, TTEmbeddingBagCollection)
+        return {} if is_tt else super().shardable_parameters(module)
+
+
 class TTEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator, with options for TT tables."""
 
@@ -147,14 +157,19 @@ class TTEnumerator(EmbeddingEnumerator):
         tt_sharders = [sharder for sharder in sharders if isinstance(sharder, TTEmbeddingBagCollectionSharder)]
         other_sharders = [sharder for sharder in sharders if sharder not in tt_sharders]
         collections = {path: each for path, each in module.named_modules() if isinstance(each, TTEmbeddingBagCollection)}
-        for path in collections:
-            require_no_managed_collisions(path)
+        # TorchRec shards a managed collision module in place of the collection in it.
+        managed_sharder = {sharder.module_type: sharder for sharder in sharders}.get(ManagedCollisionEmbeddingBagCollection)
+        is_ours = isinstance(managed_sharder, TTManagedCollisionEmbeddingBagCollectionSharder)
+        around = {path: managed_path(path, has_sharder=is_ours) for path in collections}
         dense_sharders = (
             [tt_sharders[0].dense_sharder, *map(tt_sharders[0].dense_sharder_of, collections.values())] if tt_sharders else []
         )
         for dense_sharder in dense_sharders:
             if not any(isinstance(sharder, type(dense_sharder)) for sharder in other_sharders):
                 other_sharders.append(dense_sharder)
+        if isinstance(managed_sharder, TTManagedCollisionEmbeddingBagCollectionSharder):
+            dense_managed = _DenseManaged(managed_sharder.dense_sharder)
+            other_sharders = [dense_managed if sharder is managed_sharder else sharder for sharder in other_sharders]
         options = super().enumerate(module, other_sharders)
         if not tt_sharders:
             return options
@@ -165,7 +180,10 @@ class TTEnumerator(EmbeddingEnumerator):
                     option._module = (path, collection)
             tensors = tt_sharders[0].shardable_parameters(collection)
             for config in collection.tt_configs():
-                options += self._options(path, collection, config, collection.tt_bag(config.name), tensors[config.name])
+                bag, managed = collection.tt_bag(config.name), around[path]
+                kinds = SHARDING_TYPES if managed is None else (ShardingType.ROW_WISE.value,)
+                module_path = path if managed is None else managed
+                options += self._options(module_path, collection, config, bag, tensors[config.name], kinds)
         return options
 
     def _options(
@@ -175,12 +193,13 @@ class TTEnumerator(EmbeddingEnumerator):
         config: TTEmbeddingBagConfig,
         bag: TTEmbeddingBag,
         tensor: nn.Parameter,
+        kinds: Sequence[str],
     ) -> list[ShardingOption]:
         shape, hot_params = bag.shape, sum(block.shape.num_params for block in bag.hot_blocks())
         rows, cols, world = config.num_embeddings, config.embedding_dim, self._world_size
         constraint = (self._constraints or {}).get(config.name)
         pooling = _pooling_factors(config, constraint)
-        allowed_types = (constraint.sharding_types if constraint else None) or SHARDING_TYPES
+        allowed_types = (constraint.sharding_types if constraint else None) or kinds
         block = digits_per_process(shape.row_shape, world) * math.prod(shape.row_shape[1:])
         starts = [min(process_rank * block, rows) for process_rank in range(world + 1)]
         shards = {  # (first row, last + 1) of each
@@ -189,7 +208,7 @@ class TTEnumerator(EmbeddingEnumerator):
             ShardingType.ROW_WISE.value: list(itertools.pairwise(starts)) if block else [],
         }
         options = []
-        for kind in SHARDING_TYPES:
+        for kind in kinds:
             if kind not in allowed_types or not shards[kind]:
                 continue
             storage, perf = self._estimate(kind, config, shape, hot_params, sum(pooling) * self._batch_size)
@@ -214,7 +233,7 @@ class TTEnumerator(EmbeddingEnumerator):
         if not options:
             raise PlannerError(
                 f"table {config.name!r}: none of the sharding types {list(allowed_types)} suits a TT table on {world} processes: "
-                f"allow one of {', '.join(SHARDING_TYPES)}"
+                f"allow one of {', '.join(kinds)}"
             )
         return options
 

@@ -14,6 +14,8 @@ from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
 from data_pipeline.errors import UserError
 
+MANAGED = "_embedding_module"  # TorchRec's name of the collection in a managed collision module
+
 
 class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
     """Shards `TTEmbeddingBagCollection` under `DistributedModelParallel`: each TT table data-parallel, table-wise or row-wise.
@@ -48,10 +50,10 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         """Shard a collection; `params` has a parameter sharding for each table, dense ones included.
 
         Raises:
-            ValueError: for a table without a parameter sharding, or a collection in a managed collision module; as
-                `ShardedTTEmbeddingBagCollection`.
+            ValueError: for a table without a parameter sharding, or a collection in a managed collision module, which another
+                sharder shards; as `ShardedTTEmbeddingBagCollection`.
         """
-        require_no_managed_collisions(module_fqn or "")
+        managed_path(module_fqn or "")
         missing = [config.name for config in module.embedding_bag_configs() if config.name not in params]
         if missing:
             raise UserError(f"the sharding plan has no entry for table {missing[0]!r}: make it with TTShardingPlanner")
@@ -84,12 +86,19 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         return TTEmbeddingBagCollection
 
 
-def require_no_managed_collisions(path: str) -> None:
-    """Raise ValueError for a collection in one of TorchRec's managed collision modules: each process would number ids by itself."""
+def managed_path(path: str, *, has_sharder: bool = False) -> str | None:
+    """Return the path of the managed collision module around the collection at `path`; None if there is none.
+
+    Raises:
+        ValueError: if nothing can shard that module; `has_sharder` says whether there is a sharder for such modules of TT tables.
+    """
     parts = path.split(".")
-    if "_embedding_module" in parts:
-        around = ".".join(parts[: parts.index("_embedding_module")])
-        raise UserError(
-            f"{around or 'the model'} is a managed collision module, which TorchRec shards only over its own collections: keep its "
-            "tables dense"
-        )
+    if MANAGED not in parts:
+        return None
+    around = ".".join(parts[: parts.index(MANAGED)])
+    named = f"{around or 'the model'} is a managed collision module"
+    if parts[-1] != MANAGED:
+        raise UserError(f"{named} of sequences, which TorchRec shards only over its own collections: keep its tables dense")
+    if not has_sharder:
+        raise UserError(f"{named}: give TTManagedCollisionEmbeddingBagCollectionSharder() after TorchRec's sharders")
+    return around

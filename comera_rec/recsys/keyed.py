@@ -1,0 +1,62 @@
+"""What goes into a collection and what comes out of it, by key: checked, repeated for samples, and combined.
+
+B batch size, N_f embedding_dim of feature f's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import reorder_inverse_indices
+
+from data_pipeline.errors import UserError
+
+
+def require_features(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig], *, is_pooled: bool) -> None:
+    """Check a batch before it is looked up.
+
+    Raises:
+        TypeError: for anything but a KeyedJaggedTensor.
+        ValueError: naming the table if a table's feature is missing; for batch sizes that vary without inverse indices, if
+            bags are pooled.
+    """
+    if not isinstance(features, KeyedJaggedTensor):
+        raise TypeError(f"features is a {type(features).__name__}: give a KeyedJaggedTensor")
+    keys = features.keys()
+    for config in configs:
+        for feature in config.feature_names:
+            if feature not in keys:
+                raise UserError(f"table {config.name!r} looks up feature {feature!r}, which the batch lacks: it has {keys}")
+    if is_pooled and features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
+        raise UserError(
+            "features have different batch sizes: give the KeyedJaggedTensor inverse indices, or one batch size for all"
+        )
+
+
+def repeated(bags: Sequence[Tensor], inverse_indices: tuple[list[str], Tensor], features: Sequence[str]) -> list[Tensor]:
+    """Give every sample its bag of each feature: [B_f, N_f] different bags -> [B, N_f].
+
+    Args:
+        bags: of each feature.
+        inverse_indices: keys, and for each the indices [B] of the samples' bags, as in a KeyedJaggedTensor.
+        features: names of the features.
+    """
+    if not bags:
+        return []
+    order = reorder_inverse_indices(inverse_indices=inverse_indices, feature_names=list(features))
+    samples: list[Tensor] = torch.ops.fbgemm.group_index_select_dim0(list(bags), list(order.unbind()))
+    return samples
+
+
+def in_order(keys: list[str], parts: Mapping[str, Tensor], dim: int) -> KeyedTensor:
+    """Combine what was looked up for each key, side by side (`dim` 1) or one below the other (0), in the order of the keys."""
+    return KeyedTensor(keys, [parts[key].shape[dim] for key in keys], joined([parts[key] for key in keys], dim), key_dim=dim)
+
+
+def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate tensors; a single one is returned without a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

@@ -1,0 +1,87 @@
+"""Lookups in replicas, whose gradients are reduced over processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comera_rec.nn import TTEmbeddingBag
+from comera_rec.ops.bags import HotBlock, Table
+from comera_rec.recsys.collection import TTEmbeddingBagCollection
+from comera_rec.recsys.config import TTEmbeddingBagConfig
+from comera_rec.recsys.sharding.fused_optimizer import is_fused
+
+
+class ReplicatedLookup(TTEmbeddingBagCollection):
+    """Lookup in tables of which every process has a replica, or a shard with replicas of all cores but the leading one.
+
+    A replica's gradient is the mean over processes, for shards the sum. DistributedDataParallel averages; for replicas that
+    optimizers update in backward, which need the gradients earlier, the lookup does.
+
+    Args:
+        configs: of the tables.
+        group: has the replicas.
+        is_weighted, is_pooled: as for the collection.
+        divided: whether tables are shards.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[TTEmbeddingBagConfig],
+        group: dist.ProcessGroup,
+        *,
+        is_weighted: bool,
+        is_pooled: bool,
+        divided: bool,
+    ) -> None:
+        super().__init__(configs, is_weighted, "meta", is_pooled=is_pooled)
+        self.update_in_backward = False  # gradients are reduced first
+        self._group, self._divided = group, divided
+
+    def forward_parameters(self, tables: Sequence[TTEmbeddingBag]) -> list[Table]:
+        whole = super().forward_parameters(tables)
+        replicas = [
+            replica
+            for table in whole
+            for replica in (*table.cores[self._divided :], *table.diagonals, *itertools.chain.from_iterable(table.hot))
+        ]
+        fused = tuple(map(is_fused, replicas))
+        if not (self._divided or any(fused)):
+            return whole
+        reduced = iter(_Reduced.apply(self._group, self._divided, fused, *replicas))
+        return [
+            table._replace(
+                cores=[*table.cores[: self._divided], *itertools.islice(reduced, len(table.cores) - self._divided)],
+                diagonals=[*itertools.islice(reduced, len(table.diagonals))],
+                hot=[HotBlock(*itertools.islice(reduced, len(block))) for block in table.hot],
+            )
+            for table in whole
+        ]
+
+
+class _Reduced(torch.autograd.Function):
+    """Replicas, whose gradients become the means over processes or, of shards, the sums.
+
+    The gradients of those that DistributedDataParallel averages afterwards are only scaled.
+    """
+
+    @staticmethod
+    def forward(ctx, group: dist.ProcessGroup, divided: bool, fused: tuple[bool, ...], *replicas: Tensor):  # type: ignore[no-untyped-def]
+        ctx.group, ctx.divided, ctx.fused = group, divided, fused
+        return tuple(replica.view_as(replica) for replica in replicas)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):  # type: ignore[no-untyped-def]
+        world_size = ctx.group.size()
+        reduced = [gradient * world_size if ctx.divided else gradient for gradient in gradients]
+        ours = [k for k, is_ours in enumerate(ctx.fused) if is_ours and ctx.needs_input_grad[3 + k]]
+        if ours:
+            joined = torch.cat([reduced[k].flatten() for k in ours])
+            dist.all_reduce(joined, group=ctx.group)
+            for k, part in zip(ours, (joined / world_size).split([reduced[k].numel() for k in ours]), strict=True):
+                reduced[k] = part.view(reduced[k].shape)
+        return None, None, None, *reduced
