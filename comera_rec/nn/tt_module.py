@@ -14,7 +14,7 @@ from comera_rec.ops.bags.updates import IN_BACKWARD, hooks_in_backward
 from comera_rec.tt import TTShape, contract, init_cores_, scaled_cores, tt_svd
 from data_pipeline.errors import UserError
 
-_CONVERT = "load it into the dense model, and convert that with comera_rec.compress_(..., init='tt_svd')"
+CONVERT = "load it into the dense model, and convert that with comera_rec.compress_(..., init='tt_svd')"
 
 
 class TTModule(nn.Module):
@@ -164,7 +164,7 @@ class TTModule(nn.Module):
         ranks, refusal = self._stored_ranks(parameters, stored), ""
         is_dense = prefix + "weight" in state_dict and "core_0" not in stored
         if is_dense:
-            refusal = f"the state dict has a dense weight: {_CONVERT}"
+            refusal = f"the state dict has a dense weight: {CONVERT}"
         elif stored.keys() != parameters.keys():
             refusal = f"the state dict lacks {', '.join(name for name in parameters if name not in stored)}: complete it"
         elif f"{prefix}core_{self.shape.order}" in state_dict:
@@ -174,7 +174,7 @@ class TTModule(nn.Module):
         if ranks is not None and not refusal:
             self.resize_ranks_(ranks)
         elif is_dense and not stored:
-            warnings.warn(f"the state dict has dense weights for TT modules, which keep their values: {_CONVERT}", stacklevel=2)
+            warnings.warn(f"the state dict has dense weights for TT modules, which keep their values: {CONVERT}", stacklevel=2)
         elif stored:
             # torch copies tensors that fit and reports the others. The module's tensors replace those that fit, so nothing changes.
             kept = {prefix + name: parameters[name] for name, value in stored.items() if value.shape == parameters[name].shape}

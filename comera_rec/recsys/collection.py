@@ -6,6 +6,7 @@ B batch size, F features (keys), L_f ids of feature f in a batch, N_f embedding_
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from comera_rec.ops.bags import Slots, Table, write_slots
 from comera_rec.ops.bags.updates import update_kinds
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
-from comera_rec.recsys.keyed import in_order, joined, repeated, require_features
+from comera_rec.recsys.keyed import in_order, joined, repeated, require_features, take_weights
 from data_pipeline.errors import UserError
 
 
@@ -91,6 +92,11 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._dense_keys = dict(zip(dense_names, self._keys_of(dense), strict=True))
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
         self._has_one_width = len(set(self._lengths)) == 1
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        if self.is_pooled:
+            take_weights(self._configs, state_dict, f"{prefix}embedding_bags", f"{prefix}dense_bags.embedding_bags", others[-1])
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def plan_ahead(self, features: KeyedJaggedTensor) -> None:
         """Make a batch's plan before `forward` is called with it, for example in a loading thread; starts no other threads.

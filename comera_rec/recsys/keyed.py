@@ -1,4 +1,4 @@
-"""What goes into a collection and what comes out of it, by key: checked, repeated for samples, and combined.
+"""What goes into a collection and what comes out of it, by key: checked, repeated for samples, and combined; weights by table.
 
 B batch size, N_f embedding_dim of feature f's table.
 """
@@ -6,6 +6,7 @@ B batch size, N_f embedding_dim of feature f's table.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import reorder_inverse_indices
 
+from comera_rec.nn.tt_module import CONVERT
 from data_pipeline.errors import UserError
 
 
@@ -35,6 +37,21 @@ def require_features(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddin
         raise UserError(
             "features have different batch sizes: give the KeyedJaggedTensor inverse indices, or one batch size for all"
         )
+
+
+def take_weights(configs: Sequence[BaseEmbeddingConfig], state_dict: dict[str, Any], old: str, new: str, errors: list[str]) -> None:
+    """Rename the weights of dense tables in a state dict of TorchRec's collections, and report those of TT tables.
+
+    Args:
+        old, new: what names of weights begin with in TorchRec's collections, and in ours.
+        errors: of `load_state_dict`.
+    """
+    for config in configs:
+        value = state_dict.pop(f"{old}.{config.name}.weight", None)
+        if value is not None and getattr(config, "is_tt", False):
+            errors.append(f"{old}.{config.name}.weight is dense, but the table is a TT table: {CONVERT}")
+        elif value is not None:
+            state_dict[f"{new}.{config.name}.weight"] = value
 
 
 def repeated(bags: Sequence[Tensor], inverse_indices: tuple[list[str], Tensor], features: Sequence[str]) -> list[Tensor]:

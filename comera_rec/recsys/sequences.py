@@ -6,10 +6,13 @@ B batch size, F features (keys), L_f ids of feature f in a batch, N embedding_di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torchrec import EmbeddingCollection, JaggedTensor, KeyedJaggedTensor
+from torch.fx import Proxy
+from torchrec import EmbeddingCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -17,7 +20,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingConfig
-from comera_rec.recsys.keyed import require_features
+from comera_rec.recsys.keyed import require_features, take_weights
 from data_pipeline.errors import UserError
 
 
@@ -69,13 +72,18 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
         for config in self._configs:
             config.feature_names = config.feature_names or [config.name]
         self._names = get_embedding_names_by_table(self._configs)
-        self._features = [feature for config in self._configs for feature in config.feature_names]  # two tables may share one
+        features = [feature for config in self._configs for feature in config.feature_names]  # two tables may share one
+        self.by_key = _ByKey([key for names in self._names for key in names], features, need_indices)
         self._need_indices = need_indices
         self._use_gather_select = use_gather_select
         if isinstance(self.tables.dense_bags, EmbeddingCollection):
             self.tables.dense_bags._use_gather_select = use_gather_select
 
-    @one_call_in_fx
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        configs = self.tables.embedding_bag_configs()
+        take_weights(configs, state_dict, f"{prefix}embeddings", f"{prefix}tables.dense_bags.embeddings", others[-1])
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up the row of every id.
 
@@ -90,20 +98,18 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
         Returns:
             By feature (by feature and table, where tables share one) a JaggedTensor of [L_f, N] values.
         """
+        if isinstance(self.tables, ShardedModule):  # TorchRec's pipelines, which trace models, must find it
+            features = features if isinstance(features, Proxy) else maybe_td_to_kjt(features, None)
+            rows: dict[str, JaggedTensor] = self.by_key(self.tables(features), features)
+            return rows
+        return self._look_up(features)
+
+    @one_call_in_fx
+    def _look_up(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         features = maybe_td_to_kjt(features, None)
         require_features(features, self._configs, is_pooled=False)
-        by_feature = features.to_dict()
-        looked_up = self.tables(features)
-        rows_of_keys = looked_up.values().split(looked_up.length_per_key())
-        keys = [key for names in self._names for key in names]
-        return {
-            key: JaggedTensor(
-                values=rows,
-                lengths=by_feature[feature].lengths(),
-                weights=by_feature[feature].values() if self._need_indices else None,
-            )
-            for key, feature, rows in zip(keys, self._features, rows_of_keys, strict=True)
-        }
+        sequences: dict[str, JaggedTensor] = self.by_key(self.tables(features), features)
+        return sequences
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The configs of all tables, in order; `shape` is the one at construction."""
@@ -138,3 +144,24 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     def reset_parameters(self) -> None:
         """Initialize every table again."""
         self.tables.reset_parameters()
+
+
+class _ByKey(nn.Module):
+    """Rows of all ids -> a JaggedTensor for each key: a module, so that tracers record one call."""
+
+    def __init__(self, keys: Sequence[str], features: Sequence[str], need_indices: bool) -> None:
+        super().__init__()
+        self._keys, self._features, self._need_indices = keys, features, need_indices
+
+    @one_call_in_fx
+    def forward(self, looked_up: KeyedTensor, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        by_feature = features.to_dict()
+        rows_of_keys = looked_up.values().split(looked_up.length_per_key())
+        return {
+            key: JaggedTensor(
+                values=rows,
+                lengths=by_feature[feature].lengths(),
+                weights=by_feature[feature].values() if self._need_indices else None,
+            )
+            for key, feature, rows in zip(self._keys, self._features, rows_of_keys, strict=True)
+        }

@@ -12,6 +12,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
 from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
@@ -38,6 +39,8 @@ def train_sharded(rank: int, name: str) -> list[dict[str, Tensor]]:
     for _ in range(STEPS):
         pipeline.progress(batches)
         values.append(values_of(model))
+    sharded = [module for module in model.modules() if isinstance(module, ShardedTTEmbeddingBagCollection)]
+    assert set(sharded) <= set(pipeline._pipelined_modules)
     return values
 
 

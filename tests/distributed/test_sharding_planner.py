@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ShardingEnv2D, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
@@ -21,6 +23,7 @@ import comera_rec as cr
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding.planner import TTEnumerator, count_bytes
+from comera_rec.testing import run
 
 KINDS = ("data_parallel", "table_wise", "row_wise")
 
@@ -66,6 +69,33 @@ def test_torchrecs_own_planner_is_refused() -> None:
         planner.plan(model(table("users", 1_000_000, 8)), [cr.TTEmbeddingBagCollectionSharder()])
 
 
+def test_tt_tables_without_a_sharder_and_other_enumerators_are_refused() -> None:
+    topology = Topology(world_size=2, compute_device="cpu")
+    with pytest.raises(ValueError, match="the TT tables of '0' have no sharder: add TTEmbeddingBagCollectionSharder"):
+        cr.TTShardingPlanner(topology).plan(model(table("users", 1000, 8)), get_default_sharders())
+    with pytest.raises(ValueError, match="the enumerator knows no TT tables"):
+        cr.TTShardingPlanner(topology, enumerator=EmbeddingEnumerator(topology, 8))
+    environment = object.__new__(ShardingEnv2D)
+    [collection] = model(table("users", 1000, 8))
+    with pytest.raises(ValueError, match="can't be sharded over groups of processes that are replicas"):
+        cr.TTEmbeddingBagCollectionSharder().shard(collection, {}, environment)
+
+
+def planned(process_rank: int, rows: int) -> str:
+    topology = Topology(world_size=2, compute_device="cpu", ddr_cap=1 << 30)
+    try:
+        found = cr.TTShardingPlanner(topology).collective_plan(model(table("users", 1000, 8), table("dense", rows)))
+    except PlannerError as error:
+        return str(error).partition(":")[0]
+    return found.plan["0"]["users"].sharding_type
+
+
+@pytest.mark.distributed
+def test_all_processes_get_the_plan_or_the_error() -> None:
+    assert run(2, planned, 1000) == ["data_parallel"] * 2
+    assert run(2, planned, 100_000_000) == ["the tables don't fit"] * 2
+
+
 def test_managed_collisions_over_tt_tables_need_a_sharder() -> None:
     tables = [table("users", 1000, 8)]
     ids = MCHManagedCollisionModule(
@@ -90,7 +120,7 @@ def test_the_error_names_the_largest_tables_their_sizes_and_the_room(build: Call
     names = r"'a' takes 1\.\d+ GiB, 'b4' takes 0\.\d+ GiB, 'b3' takes 0\.\d+ GiB"
     with pytest.raises(
         PlannerError,
-        match=rf"^the tables don't fit: {names} of a device even when divided best, and a device has 1 GiB for all of them: "
+        match=rf"^the tables don't fit: {names} of a device even when divided best, and a device has 0.85 GiB for all of them: "
         "give the largest ones smaller TT ranks and no hot rows, make dense ones .* or plan for more devices than 1\n",
     ):
         plan(build(*tables), world_size=1, ddr_cap=1 << 30)

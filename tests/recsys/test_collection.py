@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
 from torchrec.modules.embedding_configs import DataType
 
-from comera_rec import TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTShape, export_dense
+from comera_rec import TableCompression, TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTShape, compress_, export_dense
 from comera_rec.rank import truncate_ranks_
 
 MakeJagged = Callable[..., KeyedJaggedTensor]
@@ -285,3 +294,21 @@ def test_a_plan_made_ahead_serves_only_its_ids_and_tables(random_jagged: MakeJag
     features.values().copy_(features.values().flip(0).clamp(max=100))
     again = KeyedJaggedTensor(keys=features.keys(), values=features.values().clone(), lengths=features.lengths())
     assert torch.equal(collection(features).values(), collection(again).values())
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_state_dicts_of_torchrecs_collections_load_dense_tables_and_name_tt_ones(pooled: bool) -> None:
+    config: Any = EmbeddingBagConfig if pooled else EmbeddingConfig
+    kind = "embedding_bags" if pooled else "embeddings"
+    tables = [config(name=name, num_embeddings=20, embedding_dim=8, feature_names=[name]) for name in ("small", "large")]
+    stock = torch.nn.Sequential((EmbeddingBagCollection if pooled else EmbeddingCollection)(tables=tables))
+    model = copy.deepcopy(stock)
+    compress_(model, tables=TableCompression(tt_ranks=2, min_rows=1, dense_tables=("small",)))
+    with pytest.raises(
+        RuntimeError, match=rf"0\.{kind}\.large\.weight is dense, but the table is a TT table: load it into the dense"
+    ):
+        model.load_state_dict(stock.state_dict())
+    stored = {name: value + 1 for name, value in stock.state_dict().items() if "small" in name}
+    assert not model.load_state_dict(stored, strict=False).unexpected_keys
+    [weight] = [value for name, value in model.state_dict().items() if name.endswith("small.weight")]
+    torch.testing.assert_close(weight, stored[f"0.{kind}.small.weight"])

@@ -196,6 +196,12 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
                 awaitables += request.awaitables
         return KJTListSplitsAwaitable(awaitables, ctx)
 
+    def prefetch(self, dist_input: KJTList, forward_stream: torch.Stream | None = None, ctx: ShardedContext | None = None) -> None:
+        """Fetch rows of dense tables that are cached; TT tables are on the device as a whole."""
+        if isinstance(self.dense_bags, ShardedEmbeddingBagCollection):
+            dense = KJTList(dist_input.features[len(self._parts) :])
+            self.dense_bags.prefetch(dense, forward_stream, ctx.dense if ctx else None)
+
     def compute(self, ctx: ShardedContext, dist_input: KJTList) -> list[Tensor]:
         return [
             part.lookup(features, context)

@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Perf,
     PlannerError,
+    PlannerErrorType,
     Shard,
     ShardingOption,
     Storage,
@@ -52,13 +53,14 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
     bags sent table-wise and row-wise, and gradients of replicated cores.
 
     Args:
-        topology, batch_size, constraints, and others: as in TorchRec; a constraint's `sharding_types` and `pooling_factors` apply
-            to TT tables as well; give one pooling factor per feature, or one for all.
+        topology, batch_size, constraints, and others: as in TorchRec. Of a constraint, `sharding_types` and `pooling_factors` apply
+            to TT tables as well, other fields don't; give one pooling factor per feature, or one for all.
         optimizer_states: tensors that the optimizer holds beside each core: 2 for Adam, 1 for Adagrad, 0 for SGD.
-        storage_reservation: default 15 % of every device for everything but tables.
+        storage_reservation: default 15 % of every device, also of a CPU's memory, for everything but tables.
 
     Raises:
-        ValueError: for a negative number of states.
+        ValueError: for a negative number of states, or an `enumerator` that isn't a `TTEnumerator`; from `plan`, for TT tables
+            without a sharder.
         PlannerError: from `plan`, if nothing fits, naming the largest tables, their sizes and what to change; if the number
             of pooling factors is neither 1 nor that of the table's features.
 
@@ -78,7 +80,9 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
     ) -> None:
         if optimizer_states < 0:
             raise UserError(f"optimizer_states is {optimizer_states}: give 2 for Adam, 1 for Adagrad, 0 for SGD")
-        others.setdefault("storage_reservation", FixedPercentageStorageReservation(0.15))
+        if not isinstance(others.get("enumerator"), TTEnumerator | None):
+            raise UserError("the enumerator knows no TT tables: leave it out, or derive it from TTEnumerator")
+        others.setdefault("storage_reservation", _Reservation(0.15))
         quick = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
         others.setdefault("proposer", [GridSearchProposer(_MAX_PROPOSALS), *quick])
         super().__init__(topology=topology, batch_size=batch_size, constraints=constraints, **others)
@@ -90,6 +94,8 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         try:
             return super().plan(module, sharders)
         except PlannerError as error:
+            if error.error_type not in (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.PARTITION):
+                raise
             options = self._enumerator.enumerate(module, sharders)
             room = self._storage_reservation.reserve(self._topology, self._batch_size, module, sharders, self._constraints)
             raise PlannerError(f"{_misfit(options, room)}\n{error}", error.error_type) from None
@@ -100,13 +106,23 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plan on process 0 of a group and return that plan on every process of the group; the default group has all processes."""
+        """Plan on process 0 of a group and return that plan on every process of the group; the default group has all processes.
+
+        If process 0 can't, all raise its error. `sharders` are by default those of TorchRec and `TTEmbeddingBagCollectionSharder`.
+        """
         group = pg or dist.group.WORLD
         assert group is not None, "a collective plan needs a process group"
-        plans = [self.plan(module, sharders or get_default_sharders()) if group.rank() == 0 else None]
+        found: list[ShardingPlan | Exception | None] = [None]
+        if group.rank() == 0:
+            try:
+                found = [self.plan(module, sharders or [TTEmbeddingBagCollectionSharder(), *get_default_sharders()])]
+            except Exception as error:
+                found = [error]
         # TorchRec's version broadcasts from the world's first process, and so hangs for groups without it.
-        dist.broadcast_object_list(plans, group=group, group_src=0)
-        [plan] = plans
+        dist.broadcast_object_list(found, group=group, group_src=0)
+        [plan] = found
+        if isinstance(plan, Exception):
+            raise plan
         assert plan is not None
         return plan
 
@@ -127,6 +143,17 @@ def _misfit(options: Sequence[ShardingOption], room: Topology) -> str:
         "them: give the largest ones smaller TT ranks and no hot rows, make dense ones TT tables (TTEmbeddingBagConfig with "
         f"tt_ranks), use a batch smaller than {batch}, or plan for more devices than {room.world_size}"
     )
+
+
+class _Reservation(FixedPercentageStorageReservation):
+    """TorchRec's reservation, of memory that isn't a GPU's, too."""
+
+    def reserve(self, topology: Topology, *others: Any, **named: Any) -> Topology:
+        reserved: Topology = super().reserve(topology, *others, **named)
+        for device in reserved.devices if topology.compute_device != "cuda" else ():
+            device.storage.ddr = int((1 - self._percentage) * device.storage.ddr)
+        self._last_reserved_topology = reserved
+        return reserved
 
 
 class _DenseManaged(TTManagedCollisionEmbeddingBagCollectionSharder):
@@ -171,6 +198,8 @@ class TTEnumerator(EmbeddingEnumerator):
             dense_managed = _DenseManaged(managed_sharder.dense_sharder)
             other_sharders = [dense_managed if sharder is managed_sharder else sharder for sharder in other_sharders]
         options = super().enumerate(module, other_sharders)
+        if collections and not tt_sharders:
+            raise UserError(f"the TT tables of {next(iter(collections))!r} have no sharder: add TTEmbeddingBagCollectionSharder()")
         if not tt_sharders:
             return options
         for path, collection in collections.items():

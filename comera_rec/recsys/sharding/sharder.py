@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv, ShardingEnv2D
 
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
@@ -50,10 +50,12 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         """Shard a collection; `params` has a parameter sharding for each table, dense ones included.
 
         Raises:
-            ValueError: for a table without a parameter sharding, or a collection in a managed collision module, which another
-                sharder shards; as `ShardedTTEmbeddingBagCollection`.
+            ValueError: for a table without a parameter sharding, two-dimensional parallelism, or a collection in a managed
+                collision module, which another sharder shards; as `ShardedTTEmbeddingBagCollection`.
         """
         managed_path(module_fqn or "")
+        if isinstance(env, ShardingEnv2D):
+            raise UserError("TT tables can't be sharded over groups of processes that are replicas (DMPCollection): use one group")
         missing = [config.name for config in module.embedding_bag_configs() if config.name not in params]
         if missing:
             raise UserError(f"the sharding plan has no entry for table {missing[0]!r}: make it with TTShardingPlanner")
