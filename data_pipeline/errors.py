@@ -33,5 +33,5 @@ def naming_extras() -> Iterator[None]:
         if extra is None:
             raise
         raise UserError(
-            f"{error.name} is not installed: run pip install 'comera-rec[{extra}]' (on a CPU, see Extras in docs/start/install.md)"
+            f"{error.name} is not installed: install the extra {extra!r}, as docs/start/install.md says under Extras"
         ) from error

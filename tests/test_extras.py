@@ -30,7 +30,7 @@ def run_without(hidden: set[str], program: str) -> subprocess.CompletedProcess[s
 
 
 def missing(module: str, extra: str) -> str:
-    return f"{module} is not installed: run pip install 'comera-rec[{extra}]' (on a CPU, see Extras in docs/start/install.md)\n"
+    return f"{module} is not installed: install the extra {extra!r}, as docs/start/install.md says under Extras\n"
 
 
 def test_the_library_needs_no_extras() -> None:

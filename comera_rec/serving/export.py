@@ -268,12 +268,13 @@ def _captured(
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    logging.disable(logging.WARNING)  # of TorchRec and torch, about their own code
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))  # of TorchRec and torch, about their own code
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 def _one_line(error: Exception) -> str:

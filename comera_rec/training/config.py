@@ -150,7 +150,7 @@ class TrainingConfig:
     epochs: PositiveFloat = 1.0
     log_every: PositiveInt = 20
     eval_every: NonNegativeInt = 0
-    checkpoint_every: NonNegativeInt = 0
+    checkpoint_every: NonNegativeInt = 5000
     keep_checkpoints: PositiveInt = 2
     keep_best: bool = False
     patience: NonNegativeInt = 0
