@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,12 +26,11 @@ import pyarrow.parquet as pq
 from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.encoder import Flat, flatten, open_encoder, schema_of_new_logs
 from data_pipeline.errors import UserError
-from data_pipeline.job import Job, part_name
+from data_pipeline.job import Job, open_job
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
 from data_pipeline.options import PassOptions
 from data_pipeline.parts import Part, count_parts
-from data_pipeline.passes import Key, PartRecord, pass_over
-from data_pipeline.pool import on_executor, open_job
+from data_pipeline.passes import PartRecord, part_name, pass_over
 from data_pipeline.row_groups import largest_group
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.shards import Encoder
@@ -114,14 +113,11 @@ def apply(
     identity = identity | settings | {"part_bytes": options.part_bytes}
     with (
         _executor(workers, preload) as executor,
-        open_job(options, schema, Splitting(), files=None, identity=identity, tell=tell, on=partial(on_executor, executor)) as (
-            job,
-            schedule,
-        ),
+        open_job(options, schema, Splitting(), files=None, identity=identity, tell=tell, executor=executor) as job,
     ):
-        records = pass_over(job, schedule, work, AppliedPart, folder="shards", description="scoring")
+        records = pass_over(job, work, AppliedPart, folder="shards", description="scoring")
         _join(job, records, first=0 if folder else job.first_line(0))
-    rows, seconds = (sum(numbers) for numbers in zip(*((part.rows, part.seconds) for part in records.values()), strict=True))
+    rows, seconds = (sum(numbers) for numbers in zip(*((part.rows, part.seconds) for part in records), strict=True))
     return Applied(rows=rows, rows_per_second=rows * workers / max(seconds, 1e-9))
 
 
@@ -140,7 +136,7 @@ def _as_logs(options: ApplyOptions, manifest: Manifest, folder: Path) -> tuple[A
 
 def _apply_to_lines(function: Function, encoder: Encoder, job: Job, part: Part, _: None) -> AppliedPart:
     starts, labels = [np.empty(0, np.int64)], [np.empty((len(job.schema.labels), 0), np.int8)]
-    record = PartRecord(last=part.last)
+    record = PartRecord.of(part)
 
     def batches() -> Iterator[Flat]:
         for parsed in job.blocks(part):
@@ -166,7 +162,7 @@ def _apply_to_rows(function: Function, manifest: Manifest, job: Job, part: Part,
     columns, seconds = _timed(function, batches)
     by_label = {label.name: table.column(label.name).to_numpy() for label in manifest.labels}
     _save(job, part, {"row": np.arange(rows), **columns, **by_label})
-    return AppliedPart(lines=rows, rows=rows, last=part.last, seconds=seconds)
+    return AppliedPart(log=part.log, number=part.number, last=part.last, lines=rows, rows=rows, seconds=seconds)
 
 
 def _timed(function: Function, batches: Iterable[Flat]) -> tuple[Mapping[str, np.ndarray], float]:
@@ -205,16 +201,16 @@ def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:
 
 
 def _save(job: Job, part: Part, columns: Mapping[str, np.ndarray]) -> None:
-    with replacing(job.work.data / f"{part_name(part.log, part.number)}.parquet") as beside:
+    with replacing(job.work.data / f"{part_name(part)}.parquet") as beside:
         pq.write_table(pa.table(dict(columns)), beside)
 
 
-def _join(job: Job, records: Mapping[Key, AppliedPart], *, first: int) -> None:
+def _join(job: Job, records: Sequence[AppliedPart], *, first: int) -> None:
     """Join all parts in one file, and number their lines or rows from `first` on."""
     before, writer = first, None
     with replacing(job.work.data / job.options.output.name) as beside:
-        for key, record in records.items():
-            table = pq.read_table(job.work.data / f"{part_name(*key)}.parquet")
+        for record in records:
+            table = pq.read_table(job.work.data / f"{part_name(record)}.parquet")
             table = table.set_column(0, table.column_names[0], pa.array(table.column(0).to_numpy() + before))
             before += record.lines
             writer = writer or pq.ParquetWriter(beside, table.schema)

@@ -12,17 +12,15 @@ import fnmatch
 import os
 import re
 import shutil
-import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
 from data_pipeline.errors import UserError
 
-_NAMED_AFTER = 1.0  # seconds in which a process has surely written its name into the lock that it made
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path drops one of the slashes of s3://
 
 
@@ -120,49 +118,22 @@ def put_in_place(finished: Path, output: Path) -> None:
 
 
 @contextmanager
-def locked(output: Path, tell: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """Lock an output against other processes, on this machine or on others that share its folder.
-
-    The lock is a file beside the output that names its process. It is created exclusively, which network file systems grant to only
-    one process. A lock left by a process of this machine that no longer runs is taken over.
+def locked(output: Path) -> Iterator[None]:
+    """Lock an output against other processes, on this machine or on others that share its folder. A lock ends with its process.
 
     Raises:
         ValueError: another process is writing it.
     """
-    lock = SoftFileLock(hidden(output, "lock"))
-    if _is_empty(lock):  # of a process that is about to write its name, or was killed before
-        time.sleep(_NAMED_AFTER)
-        if _is_empty(lock):
-            Path(lock.lock_file).unlink(missing_ok=True)
-    left_by = lock.pid
+    path = hidden(output, "lock")
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(path).acquire(timeout=0)
     except Timeout as error:
-        raise UserError(
-            f"`output` {output} is being written by another process ({_holder(lock)}); wait for it or choose another folder, "
-            f"or remove {lock.lock_file} if that process is gone"
-        ) from error
-    try:
-        if left_by:
-            tell(f"`output` {output}: taking over from process {left_by}, which is gone")
-        yield
-    finally:
-        lock.release()
-
-
-def _is_empty(lock: SoftFileLock) -> bool:
-    try:
-        return os.stat(lock.lock_file).st_size == 0
-    except FileNotFoundError:
-        return False
-
-
-def _holder(lock: SoftFileLock) -> str:
-    try:
-        process, host, *_ = Path(lock.lock_file).read_text().splitlines()
-    except (OSError, ValueError):
-        return "unknown"
-    return f"{process} on {host}"
+        raise UserError(f"`output` {output} is being written by another process; wait for it or choose another folder") from error
+    with lock:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data_pipeline.counts import GroupCounter, GroupCounts
-from data_pipeline.job import Job, part_name
+from data_pipeline.job import Job
 from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
 from data_pipeline.parts import Part
-from data_pipeline.passes import PartRecord, pass_over, rejected_lines
-from data_pipeline.pool import Schedule
+from data_pipeline.passes import PartRecord, part_name, pass_over, rejected_lines
 from data_pipeline.splits import Rows, Splitting
 
 _REJECTED_LINES_KEPT = 100
@@ -21,52 +20,45 @@ _QUANTILES = 1024
 
 @dataclass(kw_only=True)
 class PartCounts(PartRecord):
-    """Results of pass 1 for a part; split_rows: rows of each split, None if splits go by position."""
+    """Results of pass 1 for a part.
+
+    If splits go by position, all its rows are counted as training rows, because positions are known only after all parts are
+    counted; `train_and_rest` corrects that.
+
+    split_rows: rows of each split, None if splits go by position.
+    first_row: the number of its first row among all rows, known after the pass.
+    """
 
     split_rows: tuple[int, ...] | None = None
     train: GroupCounts
     rest: GroupCounts
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountedPart:
-    """A part after pass 1: the number of its first row among all rows, and its counts.
-
-    If splits go by position, all its rows are counted as training rows, because positions are known only after all parts are
-    counted; `train_and_rest` corrects that.
-    """
-
-    log: int
-    number: int
-    first_row: int
-    counts: PartCounts
+    first_row: int = 0
 
     @property
     def end_row(self) -> int:
-        return self.first_row + self.counts.rows
+        return self.first_row + self.rows
 
 
-def count_logs(job: Job, schedule: Schedule) -> list[CountedPart]:
+def count_logs(job: Job) -> list[PartCounts]:
     """Count every part that has not been counted yet, and return all parts in order.
 
     Raises:
         ValueError: a log is damaged, or there are more malformed lines than allowed.
     """
-    parts, row = [], 0
-    for (log, number), counts in pass_over(job, schedule, _count, PartCounts, folder="counts", description="counting").items():
-        parts.append(CountedPart(log=log, number=number, first_row=row, counts=counts))
-        row += counts.rows
+    parts, row = pass_over(job, _count, PartCounts, folder="counts", description="counting"), 0
+    for part in parts:
+        part.first_row, row = row, row + part.rows
     return parts
 
 
 def _count(job: Job, part: Part, train_rows: int | None) -> PartCounts:
     """Count a part; if splits go by position, its first `train_rows` rows, or all, are training rows."""
-    name, drawn = part_name(part.log, part.number), np.zeros(len(SPLITS), np.int64)
+    name, drawn = part_name(part), np.zeros(len(SPLITS), np.int64)
     name += "" if train_rows is None else "-apart"
     train, rest = (
         GroupCounter(job.work.path / "counts" / f"{name}-{group}", job.schema, job.counted) for group in ("train", "rest")
     )
-    record = PartRecord(last=part.last)
+    record = PartRecord.of(part)
     for parsed in job.blocks(part):
         if job.splitting.by_row:
             by_split = job.rows_by_draw(part, parsed)
@@ -82,28 +74,28 @@ def _count(job: Job, part: Part, train_rows: int | None) -> PartCounts:
     return PartCounts(**vars(record), split_rows=split_rows, train=train.finish(), rest=rest.finish())
 
 
-def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:
+def describe_inputs(job: Job, parts: Sequence[PartCounts]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:
     """Return the logs as read, and their first malformed lines."""
     inputs: list[InputFile] = []
     rejected: list[RejectedLine] = []
     for log, identity in enumerate(job.logs):
-        records = [part.counts for part in parts if part.log == log]
+        records = [part for part in parts if part.log == log]
         rejected += [RejectedLine(file=identity.name, line=line, reason=text) for line, text in rejected_lines(job, log, records)]
         lines, malformed = sum(record.lines for record in records), sum(record.rejected for record in records)
         inputs.append(InputFile(name=identity.name, bytes=identity.bytes, rows_in=lines, rows_rejected=malformed))
     return tuple(inputs), tuple(rejected[:_REJECTED_LINES_KEPT])
 
 
-def split_bounds(job: Job, parts: Sequence[CountedPart]) -> tuple[int, int]:
+def split_bounds(job: Job, parts: Sequence[PartCounts]) -> tuple[int, int]:
     """Return the numbers of the first validation and test rows, if splits go by position."""
-    return job.splitting.bounds([sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))])
+    return job.splitting.bounds([sum(part.rows for part in parts if part.log == log) for log in range(len(job.logs))])
 
 
-def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> list[GroupCounts]:
+def train_and_rest(job: Job, parts: Sequence[PartCounts], train_rows: int) -> list[GroupCounts]:
     """Group all parts' counts. If splits go by position, a part with training and other rows is counted again as two groups."""
     groups = []
     for part in parts:
-        counts, trains = part.counts, True
+        counts, trains = part, True
         if not job.splitting.by_row and part.end_row > train_rows:
             trains = part.first_row < train_rows
             if trains:
@@ -113,8 +105,8 @@ def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> l
     return groups
 
 
-def _count_apart(job: Job, part: CountedPart, train_rows: int) -> PartCounts:
-    name = f"counts/{part_name(part.log, part.number)}-apart"
+def _count_apart(job: Job, part: PartCounts, train_rows: int) -> PartCounts:
+    name = f"counts/{part_name(part)}-apart"
     parts = job.parts(part.log, part.number.__ne__)
     return job.work.once(name, PartCounts, lambda: _count(job, next(parts), train_rows))
 
@@ -129,20 +121,20 @@ class PartTimes(PartRecord):
     times: tuple[float, ...]
 
 
-def find_times(job: Job, schedule: Schedule) -> Splitting:
+def find_times(job: Job) -> Splitting:
     """Find the times at which validation and test begin, before pass 1, if rows are split by time in given fractions.
 
     Raises:
         ValueError: a log is damaged, or there are more malformed lines than allowed.
     """
-    records = pass_over(job, schedule, _record_times, PartTimes, folder="times", description="reading times")
-    parts = [part for part in records.values() if part.rows]
+    records = pass_over(job, _record_times, PartTimes, folder="times", description="reading times")
+    parts = [part for part in records if part.rows]
     val, test = job.splitting.val_fraction, job.splitting.test_fraction
     return replace(job.splitting, val_from=_time_after(parts, 1 - val - test), test_from=_time_after(parts, 1 - test))
 
 
 def _record_times(job: Job, part: Part, _: None) -> PartTimes:
-    record, blocks = PartRecord(last=part.last), [np.empty(0)]
+    record, blocks = PartRecord.of(part), [np.empty(0)]
     for parsed in job.blocks(part):
         assert parsed.times is not None, "`Splitting.schema_used` has been called"
         blocks.append(parsed.times)

@@ -1,4 +1,4 @@
-"""Locations of logs: local files, or any URL that fsspec reads, such as s3://, gs://, https:// and memory://."""
+"""Locations of logs and data sets: local files, or any URL that fsspec reads, such as s3://, gs://, https:// and memory://."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import fsspec.core
+import pyarrow as pa
 
 from data_pipeline.errors import UserError
 
@@ -87,10 +88,7 @@ def identify_log(log: Source) -> LogIdentity:
             folder, size = log.is_dir(), status.st_size
             version = str(status.st_mtime_ns) if folder else f"{status.st_mtime_ns} {_checksum(log, size):08x}"
         else:
-            with errors_of(log):
-                files, path = file_system(log)
-                files.invalidate_cache()  # or this process would miss a change
-                info = files.info(path)
+            info = _info(log)
             folder, size = info["type"] == "directory", info["size"]
             version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
     except FileNotFoundError as error:
@@ -111,6 +109,13 @@ def _checksum(log: Path, size: int) -> int:
         first = file.read(_ENDS)
         file.seek(max(0, size - _ENDS))
         return zlib.crc32(file.read(_ENDS), zlib.crc32(first))
+
+
+def _info(url: str) -> dict[str, Any]:
+    with errors_of(url):
+        files, path = file_system(url)
+        files.invalidate_cache()  # or this process would miss a change
+        return cast(dict[str, Any], files.info(path))
 
 
 def open_log(log: Source, *, streamed: bool = False) -> BufferedIOBase:
@@ -218,3 +223,44 @@ def file_system(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise UserError(f"`input` {url}: {error}") from error
     return files, path
+
+
+def join(folder: Source, name: str) -> Source:
+    """Return the path or URL of a file in a folder."""
+    return f"{folder.rstrip('/')}/{name}" if is_url(folder) else Path(folder) / name
+
+
+def size_of(file: Source) -> int | None:
+    """Return the bytes of a file; None if it doesn't exist.
+
+    Raises:
+        ValueError: its store can't be reached.
+    """
+    if isinstance(file, Path):
+        return file.stat().st_size if file.is_file() else None
+    with _reached(file):
+        try:
+            info = _info(file)
+        except FileNotFoundError:
+            return None
+    return int(info["size"]) if info["type"] == "file" else None
+
+
+def read(file: Source) -> bytes:
+    """Read a whole file."""
+    with _reached(file), open_log(file, streamed=True) as opened:
+        return opened.read()
+
+
+def open_ranges(file: Source) -> Path | pa.PythonFile:
+    """Open a file for Arrow to read in ranges: returns a local path, which Arrow can map, or an open remote file."""
+    return file if isinstance(file, Path) else pa.PythonFile(open_log(file), mode="r")
+
+
+@contextmanager
+def _reached(file: Source) -> Iterator[None]:
+    try:
+        with errors_of(file):
+            yield
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}; check its name and your credentials") from error

@@ -5,7 +5,6 @@
     .data.partial/counts/           pass 1: each part's runs of values and statistics, and merged runs
     .data.partial/tables/           records of merged runs and of vocabularies
     .data.partial/ranked/           with an order of similarity: the vocabularies in order of frequency
-    .data.partial/samples/          and the sampled rows of parts
     .data.partial/shards/           pass 2: records of the shards written for each part
     .data.partial/data/             the data set itself, renamed to its final path at the end
 
@@ -36,7 +35,7 @@ from data_pipeline.atomic import (
 
 Record = TypeVar("Record")
 Tell = Callable[[str], None]
-FOLDERS = ("times", "counts", "tables", "ranked/vocabulary", "samples", "shards", "data")
+FOLDERS = ("times", "counts", "tables", "ranked/vocabulary", "shards", "data")
 
 
 class WorkFolder:
@@ -100,7 +99,7 @@ def work_folder(
     work = WorkFolder(hidden(output, "partial"))
     try:
         make_parent(output)
-        with locked(output, tell):
+        with locked(output):
             try:
                 work.path.mkdir(exist_ok=True)
                 if (output / (files[0] if files else "")).exists() and not work.data.exists():

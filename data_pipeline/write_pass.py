@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.atomic import replacing
-from data_pipeline.count_pass import CountedPart, describe_inputs
+from data_pipeline.count_pass import PartCounts, describe_inputs
 from data_pipeline.encoder import open_encoder
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
@@ -27,7 +27,6 @@ from data_pipeline.manifest import (
 )
 from data_pipeline.parts import Part, inputs_changed
 from data_pipeline.passes import Key, PartRecord, pass_over
-from data_pipeline.pool import Schedule
 from data_pipeline.schema import LogSchema
 from data_pipeline.shards import Encoder, ShardWriter
 from data_pipeline.splits import Rows, rows_by_position
@@ -59,8 +58,7 @@ class WrittenPart(PartRecord):
 
 def write_logs(
     job: Job,
-    schedule: Schedule,
-    parts: Sequence[CountedPart],
+    parts: Sequence[PartCounts],
     bounds: tuple[int, int],
     integers: tuple[IntegerColumn, ...],
     categories: tuple[CategoricalColumn, ...],
@@ -72,10 +70,10 @@ def write_logs(
         categories: all but how many ids are 0.
     """
     encoder = open_encoder(integers, categories, job.work.data, job.schema, **job.options.table_room)
-    work, planned, rows = partial(_write, encoder, bounds), _plan(job, parts, bounds), sum(part.counts.rows for part in parts)
-    records = pass_over(job, schedule, work, WrittenPart, folder="shards", description="writing", details=planned, total=rows)
+    work, planned, rows = partial(_write, encoder, bounds), _plan(job, parts, bounds), sum(part.rows for part in parts)
+    records = pass_over(job, work, WrittenPart, folder="shards", description="writing", details=planned, total=rows)
     written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
-    for record in records.values():
+    for record in records:
         for shard in record.shards:
             written[shard.split].append(shard)
     inputs, rejected_lines = describe_inputs(job, parts)
@@ -116,7 +114,7 @@ def _write(encoder: Encoder, bounds: tuple[int, int], job: Job, part: Part, plan
     if planned is None:  # the log has grown
         raise inputs_changed()
     first_row, shards = planned
-    record = PartRecord(last=part.last)
+    record = PartRecord.of(part)
     with ExitStack() as stack:
         writers = {}
         for split, shard in shards.items():
@@ -140,15 +138,15 @@ def _write(encoder: Encoder, bounds: tuple[int, int], job: Job, part: Part, plan
     return WrittenPart(**vars(record), shards=tuple(written))
 
 
-def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> dict[Key, Planned]:
+def _plan(job: Job, parts: Sequence[PartCounts], bounds: tuple[int, int]) -> dict[Key, Planned]:
     """Plan the shards of every part, one for each of the splits that its rows belong to, numbered in order within the split."""
     planned: dict[Key, Planned] = {}
     numbers = Counter[str]()
     for part in parts:
         if job.splitting.by_row:
-            sizes = dict(zip(SPLITS, part.counts.split_rows or (), strict=True))
+            sizes = dict(zip(SPLITS, part.split_rows or (), strict=True))
         else:
-            by_position = rows_by_position(part.first_row, part.counts.rows, bounds)
+            by_position = rows_by_position(part.first_row, part.rows, bounds)
             sizes = {split: rows.stop - rows.start for split, rows in by_position.items()}
         shards = {}
         for split, rows in sizes.items():
@@ -156,5 +154,5 @@ def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> di
                 path = f"{split}/part-{numbers[split]:05d}.parquet"
                 shards[split] = Shard(path=path, rows=rows, from_rows=(part.first_row, part.end_row))
                 numbers[split] += 1
-        planned[part.log, part.number] = part.first_row, shards
+        planned[part.key] = part.first_row, shards
     return planned

@@ -42,7 +42,7 @@ from comera_rec.data.batch import Batch
 from comera_rec.data.row_groups import RowRange, row_groups
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import REMEDY, read_manifest
-from data_pipeline.storage import open_ranges
+from data_pipeline.sources import open_ranges
 
 
 class ParquetBatches(IterableDataset[Batch]):

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import REMEDY, Manifest, check_shards
-from data_pipeline.sources import Source
-from data_pipeline.storage import join, open_ranges
+from data_pipeline.sources import Source, join, open_ranges
 
 
 class RowRange(NamedTuple):

@@ -109,7 +109,7 @@ def test_resumes_where_threads_stopped(
 
 
 def test_unreachable_scheduler(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_pipeline.pool._WAIT_SECONDS", 1)
+    monkeypatch.setattr("data_pipeline.job._WAIT_SECONDS", 1)
     with socket.socket() as unused:  # no process listens on it
         unused.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
