@@ -78,22 +78,13 @@ def check_output(output: Path, *, files: tuple[str, ...] | None, overwrite: bool
     elif (output / files[0]).exists():
         if not overwrite:
             raise UserError(f"`output` {output} already holds a finished result; add `overwrite` to replace it")
-        for path in _files_in(output):
+        for path in sorted(path for path in output.rglob("*") if path.is_symlink() or not path.is_dir()):
             if not any(fnmatch.fnmatchcase(path.relative_to(output).as_posix(), pattern) for pattern in files):
                 raise UserError(
                     f"`output` {output} also holds {path.relative_to(output)}, which is not part of it; move that file first"
                 )
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"`output` {output} exists and holds something else; choose a new or empty folder")
-
-
-def _files_in(folder: Path) -> Iterator[Path]:
-    """List files recursively; links to folders count as files."""
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            yield from _files_in(path)
-        else:
-            yield path
 
 
 def require_page(path: Path) -> None:

@@ -12,7 +12,7 @@ from data_pipeline.job import Job
 from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
 from data_pipeline.parts import Part
 from data_pipeline.passes import PartRecord, part_name, pass_over, rejected_lines
-from data_pipeline.splits import Rows, Splitting
+from data_pipeline.splits import Splitting
 
 _REJECTED_LINES_KEPT = 100
 _QUANTILES = 1024
@@ -25,11 +25,11 @@ class PartCounts(PartRecord):
     If splits go by position, all its rows are counted as training rows, because positions are known only after all parts are
     counted; `train_and_rest` corrects that.
 
-    split_rows: rows of each split, None if splits go by position.
+    split_rows: rows of each split, if they don't go by position.
     first_row: the number of its first row among all rows, known after the pass.
     """
 
-    split_rows: tuple[int, ...] | None = None
+    split_rows: tuple[int, ...]
     train: GroupCounts
     rest: GroupCounts
     first_row: int = 0
@@ -51,27 +51,22 @@ def count_logs(job: Job) -> list[PartCounts]:
     return parts
 
 
-def _count(job: Job, part: Part, train_rows: int | None) -> PartCounts:
-    """Count a part; if splits go by position, its first `train_rows` rows, or all, are training rows."""
+def _count(job: Job, part: Part, first_row: int | None) -> PartCounts:
+    """Count a part, whose first row is number `first_row` of all; None if it is not known."""
     name, drawn = part_name(part), np.zeros(len(SPLITS), np.int64)
-    name += "" if train_rows is None else "-apart"
+    name += "" if first_row is None else "-apart"
     train, rest = (
         GroupCounter(job.work.path / "counts" / f"{name}-{group}", job.schema, job.counted) for group in ("train", "rest")
     )
     record = PartRecord.of(part)
     for parsed in job.blocks(part):
-        if job.splitting.by_row:
-            by_split = job.rows_by_draw(part, parsed)
-            drawn += [len(rows) for rows in by_split.values()]
-            chosen: tuple[Rows, Rows] = by_split["train"], np.sort(np.concatenate([by_split["val"], by_split["test"]]))
-        else:
-            cut = parsed.rows if train_rows is None else max(train_rows - record.rows, 0)
-            chosen = slice(0, cut), slice(cut, None)
-        train.add(parsed, chosen[0])
-        rest.add(parsed, chosen[1])
+        by_split = job.rows_by_split(part, parsed, (first_row or 0) + record.rows)
+        drawn += [len(parsed.starts[rows]) for rows in by_split.values()]
+        of_train = by_split["train"]
+        train.add(parsed, of_train)
+        rest.add(parsed, slice(of_train.stop, None) if isinstance(of_train, slice) else np.delete(np.arange(parsed.rows), of_train))
         record.add(parsed)
-    split_rows = tuple(drawn.tolist()) if job.splitting.by_row else None
-    return PartCounts(**vars(record), split_rows=split_rows, train=train.finish(), rest=rest.finish())
+    return PartCounts(**vars(record), split_rows=tuple(drawn.tolist()), train=train.finish(), rest=rest.finish())
 
 
 def describe_inputs(job: Job, parts: Sequence[PartCounts]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:
@@ -91,24 +86,24 @@ def split_bounds(job: Job, parts: Sequence[PartCounts]) -> tuple[int, int]:
     return job.splitting.bounds([sum(part.rows for part in parts if part.log == log) for log in range(len(job.logs))])
 
 
-def train_and_rest(job: Job, parts: Sequence[PartCounts], train_rows: int) -> list[GroupCounts]:
+def train_and_rest(job: Job, parts: Sequence[PartCounts]) -> list[GroupCounts]:
     """Group all parts' counts. If splits go by position, a part with training and other rows is counted again as two groups."""
-    groups = []
+    groups, train_rows = [], job.bounds[0]
     for part in parts:
         counts, trains = part, True
         if not job.splitting.by_row and part.end_row > train_rows:
             trains = part.first_row < train_rows
             if trains:
-                counts = _count_apart(job, part, train_rows - part.first_row)
+                counts = _count_apart(job, part)
         both = replace(counts.train, trains=trains), replace(counts.rest, trains=False)
         groups += [group for group in both if group.rows]
     return groups
 
 
-def _count_apart(job: Job, part: PartCounts, train_rows: int) -> PartCounts:
+def _count_apart(job: Job, part: PartCounts) -> PartCounts:
     name = f"counts/{part_name(part)}-apart"
     parts = job.parts(part.log, part.number.__ne__)
-    return job.work.once(name, PartCounts, lambda: _count(job, next(parts), train_rows))
+    return job.work.once(name, PartCounts, lambda: _count(job, next(parts), part.first_row))
 
 
 @dataclass(kw_only=True)

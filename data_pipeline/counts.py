@@ -104,5 +104,4 @@ def list_elements(parsed: Parsed, column: int, rows: Rows) -> tuple[np.ndarray, 
     lengths = np.diff(ends, prepend=0)
     chosen = np.zeros(len(ends), np.bool_)
     chosen[rows] = True
-    elements = parsed.list_keys[column][: ends[-1] if len(ends) else 0]
-    return elements[np.repeat(chosen, lengths)], lengths[rows]
+    return parsed.list_keys[column][np.repeat(chosen, lengths)], lengths[rows]

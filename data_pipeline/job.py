@@ -7,7 +7,8 @@ one repeats its part. A run begun on threads can be resumed on a cluster, and vi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from data_pipeline.parse import Parsed, truncate_lists
 from data_pipeline.parts import Part, Skip, check_layout, inputs_changed, parquet_names, read_parts
 from data_pipeline.schema import LogSchema
 from data_pipeline.sources import LogIdentity, identify_log
-from data_pipeline.splits import Splitting
+from data_pipeline.splits import Rows, Splitting, rows_by_position
 from data_pipeline.tables import BOM, Layout, table_blocks, text_blocks
 from data_pipeline.work import Tell, WorkFolder, work_folder
 
@@ -38,6 +39,7 @@ class Job:
 
     layouts: each log's column names or types, as `data_pipeline.parts.check_layout` returns them.
     counted: numbers of the categorical columns whose values pass 1 counts.
+    bounds: the numbers of the first validation and test rows, if splits go by position; before rows are counted, all train.
     executor: works on parts, in its processes; None for threads of this process.
     """
 
@@ -48,6 +50,7 @@ class Job:
     splitting: Splitting
     layouts: tuple[Layout | None, ...]
     counted: frozenset[int] = frozenset()
+    bounds: tuple[int, int] = (sys.maxsize, sys.maxsize)
     executor: Executor | None = None
 
     def parts(self, log: int, skip: Skip) -> Iterator[Part]:
@@ -81,9 +84,11 @@ class Job:
         """Return the line number of a log's first row: 2 after a header line, else 1."""
         return 2 if self._has_header() and parquet_names(self.options.inputs[log]) is None else 1
 
-    def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
-        """Return each split's rows of a parsed block, if splits don't go by position."""
+    def rows_by_split(self, part: Part, parsed: Parsed, first_row: int) -> Mapping[str, Rows]:
+        """Return each split's rows of a parsed block of a part, whose first row is number `first_row` of all."""
         splitting = self.splitting
+        if not splitting.by_row:
+            return rows_by_position(first_row, parsed.rows, self.bounds)
         if splitting.split == "random":
             drawn = splitting.drawn(part.log, parsed.starts)
         else:

@@ -26,7 +26,6 @@ from data_pipeline.passes import Key, work_on_parts
 from data_pipeline.runs import Counted
 from data_pipeline.shards import Encoder
 from data_pipeline.similarity import similarity_order
-from data_pipeline.splits import Rows, rows_by_position
 from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import write_vocabulary
 
@@ -37,25 +36,23 @@ _Sample = tuple[np.ndarray, np.ndarray]  # the values of rows, concatenated, and
 
 @dataclass(frozen=True, kw_only=True)
 class _Sampling:
-    """How to sample parts: the first validation and test rows, each column's number of values, and the most values of a part."""
+    """How to sample parts: each column's number of values, and the most values of a part."""
 
-    bounds: tuple[int, int]
     sizes: np.ndarray
     most: int
 
 
 def order_vocabularies(
-    job: Job, parts: Sequence[PartCounts], bounds: tuple[int, int], encoder: Encoder, columns: tuple[CategoricalColumn, ...]
+    job: Job, parts: Sequence[PartCounts], encoder: Encoder, columns: tuple[CategoricalColumn, ...]
 ) -> tuple[CategoricalColumn, ...]:
     """Write the vocabularies in an order of similarity, and return the columns with their new files.
 
     Args:
-        bounds: the numbers of the first validation and test rows, if splits go by position.
         encoder, columns: of the vocabularies in order of frequency.
     """
     room = job.options.order_bytes // 2
     sizes = _shares([column.num_embeddings - 1 for column in columns], room // _BYTES_PER_VALUE)
-    values, lengths = _sample(job, parts, bounds, encoder, sizes, min(_MOST_CELLS, room // _BYTES_PER_CELL))
+    values, lengths = _sample(job, parts, encoder, sizes, min(_MOST_CELLS, room // _BYTES_PER_CELL))
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int32)], dtype=np.int32)
     vectors = np.split(cooccurrence_vectors(values, ends, int(sizes.sum())), np.cumsum(sizes)[:-1])
 
@@ -76,15 +73,13 @@ def _shares(sizes: Sequence[int], room: int) -> np.ndarray:
     return shares
 
 
-def _sample(
-    job: Job, parts: Sequence[PartCounts], bounds: tuple[int, int], encoder: Encoder, sizes: np.ndarray, most_cells: int
-) -> _Sample:
+def _sample(job: Job, parts: Sequence[PartCounts], encoder: Encoder, sizes: np.ndarray, most_cells: int) -> _Sample:
     """Return the values of training rows; of long logs, those of evenly spaced parts."""
-    training = [part for part in parts if (job.splitting.by_row or part.first_row < bounds[0]) and part.rows]
+    training = [part for part in parts if (job.splitting.by_row or part.first_row < job.bounds[0]) and part.rows]
     cells = sum(part.rows for part in training) * len(sizes)
     chosen = {part.key: part.first_row for part in training[:: max(1, cells // most_cells)]}
     done = {log: {part.number for part in parts if part.log == log and part.key not in chosen} for log, _ in chosen}
-    sampling = _Sampling(bounds=bounds, sizes=sizes, most=4 * most_cells // max(1, len(chosen)))
+    sampling = _Sampling(sizes=sizes, most=4 * most_cells // max(1, len(chosen)))
     sampled = work_on_parts(job, partial(_sample_part, encoder, sampling), done, chosen)
     samples = dict(tqdm(sampled, desc="sampling", total=len(chosen), unit="part", disable=None))
     values, lengths = zip(*(samples[key] for key in sorted(samples)), strict=True)
@@ -95,8 +90,7 @@ def _sample_part(encoder: Encoder, sampling: _Sampling, job: Job, part: Part, fi
     """Sample a part's rows, up to the block that reaches the most values, as lists may hold more than the columns promise."""
     values, lengths, room, firsts = [], [], sampling.most, np.cumsum(sampling.sizes) - sampling.sizes
     for parsed in job.blocks(part):
-        by_position = rows_by_position(first_row, parsed.rows, sampling.bounds)
-        rows: Rows = job.rows_by_draw(part, parsed)["train"] if job.splitting.by_row else by_position["train"]
+        rows = job.rows_by_split(part, parsed, first_row)["train"]
         first_row += parsed.rows
         ids, _ = encoder.singles(parsed, rows)
         lists = [encoder.list(parsed, number, rows) for number in range(len(parsed.list_ends))]

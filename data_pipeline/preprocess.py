@@ -61,8 +61,8 @@ def _run(job: Job, options: PreprocessOptions) -> Manifest:
     if job.splitting.split == "time" and job.splitting.val_from is None:
         job = replace(job, splitting=find_times(job))
     parts = count_logs(job)
-    bounds = split_bounds(job, parts)
-    groups = train_and_rest(job, parts, bounds[0])
+    job = replace(job, bounds=split_bounds(job, parts))
+    groups = train_and_rest(job, parts)
     if not any(group.trains for group in groups):
         rows = sum(part.rows for part in parts)
         raise UserError(f"`input` holds {rows} well-formed lines, which leaves no row for training; give more logs")
@@ -70,14 +70,14 @@ def _run(job: Job, options: PreprocessOptions) -> Manifest:
     categories = fit_categories(job, options, groups)
     if options.order == "similarity":
         ranked = open_encoder(integers, categories, job.work.ranked, job.schema, **options.table_room)
-        order = partial(order_vocabularies, job, parts, bounds, ranked, categories)
+        order = partial(order_vocabularies, job, parts, ranked, categories)
         categories = job.work.once("tables/ordered", tuple[CategoricalColumn, ...], order)
     times = {"val_from": job.splitting.val_from, "test_from": job.splitting.test_from}  # found, or those of the options
     return Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
         options=options.recorded() | (times if job.splitting.split == "time" else {}),
-        **write_logs(job, parts, bounds, integers, categories),
+        **write_logs(job, parts, integers, categories),
     )
 
 

@@ -88,9 +88,10 @@ def _run(job: Job, source: Manifest, data: Path) -> Manifest:
     parts = count_logs(job)
     if not any(part.rows for part in parts):
         raise UserError("`input` holds no well-formed lines; give logs with rows to encode")
-    bounds, known, extended = split_bounds(job, parts), source.categorical_columns, dict[int, CategoricalColumn]()
+    job = replace(job, bounds=split_bounds(job, parts))
+    known, extended = source.categorical_columns, dict[int, CategoricalColumn]()
     if job.counted:
-        groups = train_and_rest(job, parts, bounds[0])
+        groups = train_and_rest(job, parts)
         extended = fit_counted(job, groups, lambda number, values: extend_vocabulary(job, known[number], data, values))
     columns = [extended.get(number, column) for number, column in enumerate(known)]
     for column in columns:
@@ -106,7 +107,7 @@ def _run(job: Job, source: Manifest, data: Path) -> Manifest:
         replace(column, distinct=None, missing=sum(group.missing[number] for group in groups))
         for number, column in enumerate(columns)
     )
-    return replace(source, **write_logs(job, parts, bounds, integers, categories))
+    return replace(source, **write_logs(job, parts, integers, categories))
 
 
 def _link(file: Shard, data: Path, new: Path) -> None:

@@ -63,7 +63,7 @@ def dying_count(job: Job, part: Part, detail: Any) -> Any:
 
 
 def dying_write(*arguments: Any) -> Any:
-    job, part = arguments[2:4]
+    job, part = arguments[1:3]
     _die_once(job, part, "writing", 0)
     return WRITE(*arguments)
 

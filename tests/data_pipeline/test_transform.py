@@ -83,15 +83,6 @@ def test_from_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
     pd.testing.assert_frame_equal(read(data.parent / "second", "val"), read(data, "train").iloc[:100])
 
 
-def test_hashed_by_the_option_for_all_columns(tmp_path: Path, write_log: WriteLog) -> None:
-    make(write_log(ROWS), tmp_path / "data", hash_buckets=50)
-    manifest = checked(to_options(tmp_path / "data", write_log(ROWS, "again.tsv")))
-    assert {(column.num_embeddings, column.vocabulary, column.distinct) for column in manifest.categorical_columns} == {
-        (50, None, None)
-    }
-    pd.testing.assert_frame_equal(read(tmp_path / "new"), read(tmp_path / "data"))
-
-
 def test_refused(data: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS[:3], "new.tsv")
     with pytest.raises(ValueError, match="`split` is 'all'; choose one of source, train, val, test"):
