@@ -94,16 +94,10 @@ def train_and_rest(job: Job, parts: Sequence[PartCounts]) -> list[GroupCounts]:
         if not job.splitting.by_row and part.end_row > train_rows:
             trains = part.first_row < train_rows
             if trains:
-                counts = _count_apart(job, part)
+                counts = _count(job, next(job.parts(part.log, part.number.__ne__)), part.first_row)
         both = replace(counts.train, trains=trains), replace(counts.rest, trains=False)
         groups += [group for group in both if group.rows]
     return groups
-
-
-def _count_apart(job: Job, part: PartCounts) -> PartCounts:
-    name = f"counts/{part_name(part)}-apart"
-    parts = job.parts(part.log, part.number.__ne__)
-    return job.work.once(name, PartCounts, lambda: _count(job, next(parts), part.first_row))
 
 
 @dataclass(kw_only=True)

@@ -60,10 +60,6 @@ class PartRecord:
         self.rejected += parsed.rejected
         self.reasons += parsed.reasons[: REASONS_KEPT - len(self.reasons)]
 
-    def is_intact(self, data: Path) -> bool:
-        """Whether the part's files are still in the folder of the unfinished data set."""
-        return True
-
 
 Record = TypeVar("Record", bound=PartRecord)
 
@@ -94,7 +90,7 @@ def pass_over(
         ValueError: a log is damaged, or there are more malformed lines than allowed.
     """
     names = (f"{folder}/{path.stem}" for path in (job.work.path / folder).glob("?????-??????.json"))
-    records = {record.key: record for name in names if (record := _load(job, name, kind))}
+    records = {record.key: record for name in names if (record := job.work.load(name, kind))}
     done: dict[int, set[int]] = {log: set() for log in range(len(job.logs))}
     for log, number in records:
         done[log].add(number)
@@ -116,16 +112,7 @@ def pass_over(
 
 def _recorded(work: Work[Record], kind: type[Record], folder: str, job: Job, part: Part, detail: Any) -> Record:
     name = f"{folder}/{part_name(part)}"
-    record = _load(job, name, kind)
-    if record is None:  # otherwise a worker saved it and died before it could report it
-        record = work(job, part, detail)
-        job.work.save(name, record)
-    return record
-
-
-def _load(job: Job, name: str, kind: type[Record]) -> Record | None:
-    record = job.work.load(name, kind)
-    return record if record and record.is_intact(job.work.data) else None
+    return job.work.once(name, kind, lambda: work(job, part, detail))  # a worker may have saved it and died before it reported it
 
 
 def rejected_lines(job: Job, log: int, records: Iterable[PartRecord]) -> list[tuple[int, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ Source = Path | str  # a URL is a str, because Path would drop one of its slashe
 # Names that file systems give to the version or modification time of a file.
 _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
 _STREAM_BLOCK = 8 << 20
-_ENDS = 4096  # bytes at either end of a file that identify it
 _HTTP = re.compile(r"(\w+::)*https?://")
 
 
@@ -30,8 +28,7 @@ _HTTP = re.compile(r"(\w+::)*https?://")
 class LogIdentity:
     """Identity of a log, to detect changes: its name and size in bytes, and its version.
 
-    The version is the time or tag of its last change. A local file's also has a checksum of its first and last bytes, because its
-    folder may be another one when a run resumes.
+    The version is the time or tag of its last change. A local file's also has its path, so a log that moved is another one.
     """
 
     name: str
@@ -86,7 +83,7 @@ def identify_log(log: Source) -> LogIdentity:
             if not (log.is_file() or log.is_dir()):
                 raise UserError(f"`input` {log} is a pipe or a device, and logs are read twice; write it to a file")
             folder, size = log.is_dir(), status.st_size
-            version = str(status.st_mtime_ns) if folder else f"{status.st_mtime_ns} {_checksum(log, size):08x}"
+            version = f"{status.st_mtime_ns} {log.resolve()}"
         else:
             info = _info(log)
             folder, size = info["type"] == "directory", info["size"]
@@ -102,13 +99,6 @@ def identify_log(log: Source) -> LogIdentity:
     if not size:
         raise empty(log)
     return LogIdentity(name=name_of(log), bytes=size, version=version)
-
-
-def _checksum(log: Path, size: int) -> int:
-    with log.open("rb") as file:
-        first = file.read(_ENDS)
-        file.seek(max(0, size - _ENDS))
-        return zlib.crc32(file.read(_ENDS), zlib.crc32(first))
 
 
 def _info(url: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from data_pipeline.hashing import IdSource, allocate, encode_keys, release, writ
 from data_pipeline.job import Job
 from data_pipeline.manifest import CategoricalColumn, Shard, check_file, describe_file
 from data_pipeline.options import PreprocessOptions
-from data_pipeline.runs import Counted, merge, merge_in_levels
+from data_pipeline.runs import Counted, Run, merge, merge_in_levels
 from data_pipeline.schema import file_name
 from data_pipeline.verify import read_row_groups
 
@@ -47,19 +47,21 @@ def fit_counted(
 ) -> dict[int, CategoricalColumn]:
     """Merge the values of the counted columns, and fit each column to its values.
 
-    An interrupted call resumes, because each finished column is recorded. The runs of values are removed at the end.
+    An interrupted call resumes, because each finished column is recorded. The runs of values are removed once all are.
 
     Args:
         fit: takes a column's number and its values, ascending, with their training counts, block by block.
     """
     numbers, folder, columns = sorted(job.counted), job.work.path / "counts", len(job.schema.categories)
     merging: dict[str, Any] = {"key_dtype": job.schema.key_dtype, "entries": job.options.merged_entries}
-    parts = [replace(run, trains=group.trains) for group in groups for run in group.runs]
-    runs = merge_in_levels(parts, job.work, folder, columns=columns, workers=job.options.threads, **merging)
+    runs: Sequence[Run] = [replace(run, trains=group.trains) for group in groups for run in group.runs]
+    names = {number: f"tables/{number:03d}" for number in numbers}
+    if not all(job.work.load(name, CategoricalColumn) for name in names.values()):
+        runs = merge_in_levels(runs, folder, columns=columns, workers=job.options.threads, **merging)
 
     def fit_column(number: int) -> CategoricalColumn:
         merged = merge(runs, folder, number, **merging)
-        return job.work.once(f"tables/{number:03d}", CategoricalColumn, lambda: fit(number, merged))
+        return job.work.once(names[number], CategoricalColumn, lambda: fit(number, merged))
 
     with ThreadPoolExecutor(job.options.threads) as pool:
         fitted = pool.map(fit_column, numbers)

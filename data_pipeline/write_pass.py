@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from data_pipeline.atomic import replacing
@@ -50,10 +49,6 @@ class WrittenPart(PartRecord):
     """A part whose shards are on disk."""
 
     shards: tuple[WrittenShard, ...]
-
-    def is_intact(self, data: Path) -> bool:
-        paths = [(data / written.shard.path, written.shard.bytes) for written in self.shards]
-        return all(path.exists() and path.stat().st_size == size for path, size in paths)
 
 
 def write_logs(
