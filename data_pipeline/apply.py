@@ -28,9 +28,8 @@ from data_pipeline.errors import UserError
 from data_pipeline.job import Job, open_job
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
 from data_pipeline.options import PassOptions
-from data_pipeline.parts import Part, count_parts
+from data_pipeline.parts import Part, count_parts, largest_group
 from data_pipeline.passes import PartRecord, part_name, pass_over
-from data_pipeline.row_groups import largest_group
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.shards import Encoder
 from data_pipeline.splits import Splitting

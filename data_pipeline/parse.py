@@ -126,3 +126,12 @@ def truncate_lists(parsed: Parsed, schema: LogSchema) -> Parsed:
             list_keys[number] = keys[np.arange(len(keys)) - np.repeat(ends - lengths, lengths) < limit]
             list_ends[number] = np.cumsum(np.minimum(lengths, limit))
     return replace(parsed, list_keys=tuple(list_keys), list_ends=list_ends)
+
+
+def list_elements(parsed: Parsed, column: int, rows: slice | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a list column's elements in the given rows, concatenated, and the length of each row's list."""
+    ends = parsed.list_ends[column]
+    lengths = np.diff(ends, prepend=0)
+    chosen = np.zeros(len(ends), np.bool_)
+    chosen[rows] = True
+    return parsed.list_keys[column][np.repeat(chosen, lengths)], lengths[rows]

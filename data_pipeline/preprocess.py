@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from data_pipeline.count_pass import count_logs, find_times, split_bounds, train_and_rest
-from data_pipeline.counts import GroupCounts, IntegerCounts
+from data_pipeline.count_pass import GroupCounts, IntegerCounts, count_logs, find_times, split_bounds, train_and_rest
 from data_pipeline.encoder import open_encoder
 from data_pipeline.errors import UserError
 from data_pipeline.job import Job, open_job

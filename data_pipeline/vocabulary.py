@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from data_pipeline.arrow import to_arrow
 from data_pipeline.atomic import remove, replacing
-from data_pipeline.counts import GroupCounts
+from data_pipeline.count_pass import GroupCounts
 from data_pipeline.errors import UserError
 from data_pipeline.hashing import IdSource, allocate, encode_keys, release, write_table
 from data_pipeline.job import Job

@@ -27,9 +27,8 @@ from test_parse import GOOD_ROWS, LINES, OTHER, cells_of
 from data_pipeline import job
 from data_pipeline.manifest import read_manifest
 from data_pipeline.parse import parse
-from data_pipeline.parts import count_parts, read_parts
+from data_pipeline.parts import count_parts, plan, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.row_groups import plan
 from data_pipeline.schema import LogSchema, read_schema
 from data_pipeline.tables import parse_text, text_blocks
 from data_pipeline.verify import verify

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from random_logs import files_of, make, random_rows, to_text
 
-from data_pipeline import counts, job, parts
+from data_pipeline import count_pass, job, parts
 from data_pipeline.manifest import read_manifest
 from data_pipeline.parts import count_parts, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
@@ -110,7 +110,7 @@ def test_blocks_and_room_do_not_change_the_data_set(
     options = {"inputs": (write_log(to_text(rows[:200]) + b"bad\n" + to_text(rows[200:])),), "split": split, "max_bad_rows": 1}
     expected = preprocess(PreprocessOptions(output=tmp_path / "at once", part_bytes=20_000, **options))
     monkeypatch.setattr(job, "text_blocks", partial(text_blocks, block_bytes=3000))
-    monkeypatch.setattr(counts, "_COUNTER_BYTES", 2000)
+    monkeypatch.setattr(count_pass, "_COUNTER_BYTES", 2000)
     monkeypatch.setattr(PreprocessOptions, "table_bytes", 4000)
     assert preprocess(PreprocessOptions(output=tmp_path / "data", part_bytes=20_000, **options)) == expected
 
