@@ -19,6 +19,7 @@ from tqdm import tqdm
 from data_pipeline.atomic import replacing
 from data_pipeline.cooccurrence import cooccurrence_vectors
 from data_pipeline.count_pass import PartCounts
+from data_pipeline.encoder import flatten
 from data_pipeline.job import Job
 from data_pipeline.manifest import CategoricalColumn, describe_file
 from data_pipeline.parts import Part
@@ -92,18 +93,13 @@ def _sample_part(encoder: Encoder, sampling: _Sampling, job: Job, part: Part, fi
     for parsed in job.blocks(part):
         rows = job.rows_by_split(part, parsed, first_row)["train"]
         first_row += parsed.rows
-        ids, _ = encoder.singles(parsed, rows)
-        lists = [encoder.list(parsed, number, rows) for number in range(len(parsed.list_ends))]
-        cells = [(column, np.arange(ids.shape[1])) for column in ids]
-        cells += [(elements, np.repeat(np.arange(ids.shape[1]), counts)) for elements, counts, _ in lists]
-        of_rows, numbers = [], []
-        for (column, row), first_value, size in zip(cells, firsts, sampling.sizes, strict=True):
-            is_known = (column > 0) & (column <= size)
-            of_rows.append(row[is_known])
-            numbers.append(first_value + column[is_known] - 1)
-        row = np.concatenate(of_rows)
-        values.append(np.concatenate(numbers).astype(np.int32)[np.argsort(row, kind="stable")])
-        lengths.append(np.bincount(row, minlength=ids.shape[1]))
+        _, ids, counts = flatten(encoder, parsed, rows)
+        cell_of = np.repeat(np.arange(len(counts)), counts)
+        column, row = np.divmod(cell_of, max(1, len(counts) // len(firsts)))
+        is_known = (ids > 0) & (ids <= sampling.sizes[column])
+        row = row[is_known]
+        values.append((firsts[column] + ids - 1)[is_known].astype(np.int32)[np.argsort(row, kind="stable")])
+        lengths.append(np.bincount(row, minlength=len(counts) // len(firsts)))
         room -= len(row)
         if room <= 0:
             break

@@ -74,15 +74,6 @@ def test_all_rows_to_one_split_and_without_labels(data: Path, write_log: WriteLo
     )
 
 
-def test_from_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
-    """Its vocabularies are the original ones, so ids stay the same along a chain of days."""
-    first = to_options(data, write_log(ROWS[:100], "day_1"), split="val")
-    transform(first)
-    second = checked(replace(first, data=first.output, output=data.parent / "second", split="source"))
-    assert second.splits["val"].rows == 100
-    pd.testing.assert_frame_equal(read(data.parent / "second", "val"), read(data, "train").iloc[:100])
-
-
 def test_refused(data: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS[:3], "new.tsv")
     with pytest.raises(ValueError, match="`split` is 'all'; choose one of source, train, val, test"):
