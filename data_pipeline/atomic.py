@@ -34,15 +34,10 @@ def resolved(output: Path) -> Path:
         raise UserError(f"`output` {output} is a URL, which this command can't write to; write to a local folder and copy it there")
     if os.path.ismount(output):
         raise UserError(f"`output` {output} is a mount point; name a folder in it, such as {output / 'data'}")
-    target = _real(output)
+    target = Path(os.path.realpath(output))  # leaves links to themselves, for which `Path.resolve` raises before Python 3.13
     if any(path.is_symlink() for path in (target, *target.parents)):
         raise UserError(f"`output` {output} leads to a symbolic link to itself; remove the link, or choose another `output`")
     return target
-
-
-def _real(path: Path) -> Path:
-    """Resolve symbolic links; those to themselves remain, where `Path.resolve` raises RuntimeError before Python 3.13."""
-    return Path(os.path.realpath(path))
 
 
 def refuse_overlap(output: Path, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
@@ -55,7 +50,7 @@ def refuse_overlap(output: Path, option: str, paths: Iterable[Path | str], *, wi
     for path in paths:
         if isinstance(path, str):  # a URL
             continue
-        origin = _real(path)
+        origin = Path(os.path.realpath(path))
         if origin.is_relative_to(target) or (within and target.is_relative_to(origin)):
             raise UserError(f"`output` {output} and `{option}` {path} overlap; choose another `output`")
 

@@ -61,11 +61,8 @@ def refuse_twice(logs: tuple[Source, ...]) -> None:
     """
     seen: dict[object, Source] = {}
     for log in logs:
-        if isinstance(log, Path):
-            status = log.stat() if log.exists() else None
-            key: object = (status.st_dev, status.st_ino) if status else log
-        else:
-            key = log
+        status = log.stat() if isinstance(log, Path) and log.exists() else None
+        key = (status.st_dev, status.st_ino) if status else log
         if key in seen:
             raise UserError(f"`input` {log} and {seen[key]} are the same file; give each log once")
         seen[key] = log
