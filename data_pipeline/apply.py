@@ -10,8 +10,7 @@ the file: `line` of the log from 1, or `row` of the split from 0; those of the f
 from __future__ import annotations
 
 import multiprocessing
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,13 +25,11 @@ import pyarrow.parquet as pq
 from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.encoder import Flat, flatten, open_encoder, schema_of_new_logs
 from data_pipeline.errors import UserError
-from data_pipeline.job import Job, part_name
+from data_pipeline.job import Job, open_job
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
 from data_pipeline.options import PassOptions
-from data_pipeline.parts import Part, count_parts
-from data_pipeline.passes import Key, PartRecord, pass_over
-from data_pipeline.pool import on_executor, open_job
-from data_pipeline.row_groups import largest_group
+from data_pipeline.parts import Part, count_parts, largest_group
+from data_pipeline.passes import PartRecord, part_name, pass_over
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.shards import Encoder
 from data_pipeline.splits import Splitting
@@ -41,7 +38,7 @@ from data_pipeline.work import Tell
 BATCH_ROWS = 512  # few enough to fit the caches, enough to amortize a call
 PART_BYTES = 16 << 20
 Function = Callable[[Iterable[Flat]], Mapping[str, np.ndarray]]
-"""Takes batches of consecutive rows, and returns columns with one element for each; it is called without batches to load first."""
+"""Takes batches of consecutive rows, and returns columns with one element for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,25 +68,10 @@ class ApplyOptions(PassOptions):
         return first if isinstance(first, Path) and first.is_dir() else None
 
 
-@dataclass(kw_only=True)
-class AppliedPart(PartRecord):
-    """Record of a part whose columns are on disk, with the seconds of the worker."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Applied:
-    """Rows written, and rows per second of all workers together, without the time to load the function."""
-
-    rows: int
-    rows_per_second: float
-
-
 def apply(
     function: Function, options: ApplyOptions, *, identity: dict[str, Any], preload: str, tell: Tell = lambda line: None
-) -> Applied:
-    """Write the function's columns for a log or a split; after an interruption, the same call resumes.
+) -> int:
+    """Write the function's columns for a log or a split, and return the rows; after an interruption, the same call resumes.
 
     Args:
         identity: what determines the function's results, as JSON values.
@@ -114,15 +96,11 @@ def apply(
     identity = identity | settings | {"part_bytes": options.part_bytes}
     with (
         _executor(workers, preload) as executor,
-        open_job(options, schema, Splitting(), files=None, identity=identity, tell=tell, on=partial(on_executor, executor)) as (
-            job,
-            schedule,
-        ),
+        open_job(options, schema, Splitting(), files=None, identity=identity, tell=tell, executor=executor) as job,
     ):
-        records = pass_over(job, schedule, work, AppliedPart, folder="shards", description="scoring")
+        records = pass_over(job, work, PartRecord, folder="shards", description="scoring")
         _join(job, records, first=0 if folder else job.first_line(0))
-    rows, seconds = (sum(numbers) for numbers in zip(*((part.rows, part.seconds) for part in records.values()), strict=True))
-    return Applied(rows=rows, rows_per_second=rows * workers / max(seconds, 1e-9))
+    return sum(part.rows for part in records)
 
 
 def _as_logs(options: ApplyOptions, manifest: Manifest, folder: Path) -> tuple[ApplyOptions, LogSchema]:
@@ -138,9 +116,9 @@ def _as_logs(options: ApplyOptions, manifest: Manifest, folder: Path) -> tuple[A
     return replace(options, inputs=shards, part_bytes=max(map(largest_group, shards))), schema
 
 
-def _apply_to_lines(function: Function, encoder: Encoder, job: Job, part: Part, _: None) -> AppliedPart:
+def _apply_to_lines(function: Function, encoder: Encoder, job: Job, part: Part, _: None) -> PartRecord:
     starts, labels = [np.empty(0, np.int64)], [np.empty((len(job.schema.labels), 0), np.int8)]
-    record = PartRecord(last=part.last)
+    record = PartRecord.of(part)
 
     def batches() -> Iterator[Flat]:
         for parsed in job.blocks(part):
@@ -149,31 +127,24 @@ def _apply_to_lines(function: Function, encoder: Encoder, job: Job, part: Part, 
             record.add(parsed)
             yield from (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS))
 
-    columns, seconds = _timed(function, batches())
+    columns = function(batches())
     line = np.concatenate(starts) - part.start
     if isinstance(part.content, bytearray):
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
         line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
     by_label = dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))
     _save(job, part, {"line": line, **columns, **by_label})
-    return AppliedPart(**vars(record), seconds=seconds)
+    return record
 
 
-def _apply_to_rows(function: Function, manifest: Manifest, job: Job, part: Part, _: None) -> AppliedPart:
+def _apply_to_rows(function: Function, manifest: Manifest, job: Job, part: Part, _: None) -> PartRecord:
     table, rows = part.content, len(part.content)
     assert isinstance(table, pa.Table), "shards are Parquet"
     batches = (flat_rows(table.slice(start, BATCH_ROWS), manifest) for start in range(0, rows, BATCH_ROWS))
-    columns, seconds = _timed(function, batches)
+    columns = function(batches)
     by_label = {label.name: table.column(label.name).to_numpy() for label in manifest.labels}
     _save(job, part, {"row": np.arange(rows), **columns, **by_label})
-    return AppliedPart(lines=rows, rows=rows, last=part.last, seconds=seconds)
-
-
-def _timed(function: Function, batches: Iterable[Flat]) -> tuple[Mapping[str, np.ndarray], float]:
-    function(())
-    start = time.perf_counter()
-    columns = function(batches)
-    return columns, time.perf_counter() - start
+    return PartRecord(log=part.log, number=part.number, last=part.last, lines=rows, rows=rows)
 
 
 @contextmanager
@@ -205,16 +176,16 @@ def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:
 
 
 def _save(job: Job, part: Part, columns: Mapping[str, np.ndarray]) -> None:
-    with replacing(job.work.data / f"{part_name(part.log, part.number)}.parquet") as beside:
+    with replacing(job.work.data / f"{part_name(part)}.parquet") as beside:
         pq.write_table(pa.table(dict(columns)), beside)
 
 
-def _join(job: Job, records: Mapping[Key, AppliedPart], *, first: int) -> None:
+def _join(job: Job, records: Sequence[PartRecord], *, first: int) -> None:
     """Join all parts in one file, and number their lines or rows from `first` on."""
     before, writer = first, None
     with replacing(job.work.data / job.options.output.name) as beside:
-        for key, record in records.items():
-            table = pq.read_table(job.work.data / f"{part_name(*key)}.parquet")
+        for record in records:
+            table = pq.read_table(job.work.data / f"{part_name(record)}.parquet")
             table = table.set_column(0, table.column_names[0], pa.array(table.column(0).to_numpy() + before))
             before += record.lines
             writer = writer or pq.ParquetWriter(beside, table.schema)

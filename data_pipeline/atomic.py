@@ -12,17 +12,15 @@ import fnmatch
 import os
 import re
 import shutil
-import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
 from data_pipeline.errors import UserError
 
-_NAMED_AFTER = 1.0  # seconds in which a process has surely written its name into the lock that it made
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path drops one of the slashes of s3://
 
 
@@ -36,15 +34,10 @@ def resolved(output: Path) -> Path:
         raise UserError(f"`output` {output} is a URL, which this command can't write to; write to a local folder and copy it there")
     if os.path.ismount(output):
         raise UserError(f"`output` {output} is a mount point; name a folder in it, such as {output / 'data'}")
-    target = _real(output)
+    target = Path(os.path.realpath(output))  # leaves links to themselves, for which `Path.resolve` raises before Python 3.13
     if any(path.is_symlink() for path in (target, *target.parents)):
         raise UserError(f"`output` {output} leads to a symbolic link to itself; remove the link, or choose another `output`")
     return target
-
-
-def _real(path: Path) -> Path:
-    """Resolve symbolic links; those to themselves remain, where `Path.resolve` raises RuntimeError before Python 3.13."""
-    return Path(os.path.realpath(path))
 
 
 def refuse_overlap(output: Path, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
@@ -57,7 +50,7 @@ def refuse_overlap(output: Path, option: str, paths: Iterable[Path | str], *, wi
     for path in paths:
         if isinstance(path, str):  # a URL
             continue
-        origin = _real(path)
+        origin = Path(os.path.realpath(path))
         if origin.is_relative_to(target) or (within and target.is_relative_to(origin)):
             raise UserError(f"`output` {output} and `{option}` {path} overlap; choose another `output`")
 
@@ -80,22 +73,13 @@ def check_output(output: Path, *, files: tuple[str, ...] | None, overwrite: bool
     elif (output / files[0]).exists():
         if not overwrite:
             raise UserError(f"`output` {output} already holds a finished result; add `overwrite` to replace it")
-        for path in _files_in(output):
+        for path in sorted(path for path in output.rglob("*") if path.is_symlink() or not path.is_dir()):
             if not any(fnmatch.fnmatchcase(path.relative_to(output).as_posix(), pattern) for pattern in files):
                 raise UserError(
                     f"`output` {output} also holds {path.relative_to(output)}, which is not part of it; move that file first"
                 )
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"`output` {output} exists and holds something else; choose a new or empty folder")
-
-
-def _files_in(folder: Path) -> Iterator[Path]:
-    """List files recursively; links to folders count as files."""
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            yield from _files_in(path)
-        else:
-            yield path
 
 
 def require_page(path: Path) -> None:
@@ -120,49 +104,22 @@ def put_in_place(finished: Path, output: Path) -> None:
 
 
 @contextmanager
-def locked(output: Path, tell: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """Lock an output against other processes, on this machine or on others that share its folder.
-
-    The lock is a file beside the output that names its process. It is created exclusively, which network file systems grant to only
-    one process. A lock left by a process of this machine that no longer runs is taken over.
+def locked(output: Path) -> Iterator[None]:
+    """Lock an output against other processes, on this machine or on others that share its folder. A lock ends with its process.
 
     Raises:
         ValueError: another process is writing it.
     """
-    lock = SoftFileLock(hidden(output, "lock"))
-    if _is_empty(lock):  # of a process that is about to write its name, or was killed before
-        time.sleep(_NAMED_AFTER)
-        if _is_empty(lock):
-            Path(lock.lock_file).unlink(missing_ok=True)
-    left_by = lock.pid
+    path = hidden(output, "lock")
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(path).acquire(timeout=0)
     except Timeout as error:
-        raise UserError(
-            f"`output` {output} is being written by another process ({_holder(lock)}); wait for it or choose another folder, "
-            f"or remove {lock.lock_file} if that process is gone"
-        ) from error
-    try:
-        if left_by:
-            tell(f"`output` {output}: taking over from process {left_by}, which is gone")
-        yield
-    finally:
-        lock.release()
-
-
-def _is_empty(lock: SoftFileLock) -> bool:
-    try:
-        return os.stat(lock.lock_file).st_size == 0
-    except FileNotFoundError:
-        return False
-
-
-def _holder(lock: SoftFileLock) -> str:
-    try:
-        process, host, *_ = Path(lock.lock_file).read_text().splitlines()
-    except (OSError, ValueError):
-        return "unknown"
-    return f"{process} on {host}"
+        raise UserError(f"`output` {output} is being written by another process; wait for it or choose another folder") from error
+    with lock:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

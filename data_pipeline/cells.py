@@ -78,11 +78,6 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
         expected = f"a time of the format {column.format}" if column.format else _EXPECTED[column.kind]
         reasons.append((row, mismatch(cell, column, expected)))
     count, chosen = int(good.sum()), slice(None) if good.all() else good
-    lists = [cells[name] for name in schema.lists]
-    elements = [column.values[np.repeat(good, column.lengths)] for column in lists if column.lengths is not None]
-    list_keys = np.zeros((len(lists), max(map(len, elements), default=0)), np.uint64)
-    for padded, keys in zip(list_keys, elements, strict=True):
-        padded[: len(keys)] = keys
 
     def stack(names: Sequence[str], what: str, dtype: npt.DTypeLike) -> np.ndarray:
         stacked = np.empty((len(names), count), dtype)
@@ -97,7 +92,7 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
         integer_missing=stack(schema.integers, "missing", np.bool_),
         keys=stack(schema.singles, "values", schema.key_dtype),
         key_missing=stack(schema.singles, "missing", np.bool_),
-        list_keys=list_keys,
+        list_keys=tuple(lists.values[np.repeat(good, lists.lengths)] for lists in cells.values() if lists.lengths is not None),
         list_ends=stack(schema.lists, "lengths", np.int64).cumsum(axis=1),
         starts=np.flatnonzero(good),
         lines=rows,

@@ -16,7 +16,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,17 +157,13 @@ class RequestEncoder:
         numbers, keys, lists = ([_cells(rows, column, schema.missing) for column in columns] for columns in self._columns)
         integers, integer_missing = _columns(numbers, len(rows), self._dtypes[0])
         singles, key_missing = _columns(keys, len(rows), self._dtypes[1])
-        flat = [[key for cell in column for key in cell] for column in lists]
-        list_keys = np.zeros((len(lists), max(map(len, flat), default=0)), np.uint64)
-        for padded, column_keys in zip(list_keys, flat, strict=True):
-            padded[: len(column_keys)] = column_keys
         parsed = Parsed(
             labels=np.empty((0, len(rows)), np.int8),
             integers=integers,
             integer_missing=integer_missing,
             keys=singles,
             key_missing=key_missing,
-            list_keys=list_keys,
+            list_keys=tuple(np.array(list(chain.from_iterable(column)), np.uint64) for column in lists),
             list_ends=np.array([[len(cell) for cell in column] for column in lists], np.int64)
             .reshape(len(lists), len(rows))
             .cumsum(axis=1),

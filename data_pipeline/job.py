@@ -1,22 +1,36 @@
-"""State that both passes share: options, schema and work folder, and how parts are read and parsed."""
+"""A run over logs: options, schema and work folder, how parts are read and parsed, and the executor that works on them.
+
+An executor's processes, such as a Dask cluster's, need this package, the logs at the same paths or URLs, and the output's folder.
+They don't exchange data: a part's results are files in the work folder and a few numbers. If a worker of a cluster dies, another
+one repeats its part. A run begun on threads can be resumed on a cluster, and vice versa.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from data_pipeline.manifest import SPLITS
+from data_pipeline.errors import UserError, naming_extras
+from data_pipeline.manifest import FILES, SPLITS, versions
 from data_pipeline.options import PassOptions
 from data_pipeline.parse import Parsed, truncate_lists
-from data_pipeline.parts import Part, Skip, parquet_names, read_parts
+from data_pipeline.parts import Part, Skip, check_layout, inputs_changed, parquet_names, read_parts
 from data_pipeline.schema import LogSchema
-from data_pipeline.sources import LogIdentity
-from data_pipeline.splits import Splitting
+from data_pipeline.sources import LogIdentity, identify_log
+from data_pipeline.splits import Rows, Splitting, rows_by_position
 from data_pipeline.tables import BOM, Layout, table_blocks, text_blocks
-from data_pipeline.work import WorkFolder
+from data_pipeline.work import Tell, WorkFolder, work_folder
+
+_WAIT_SECONDS = 30
+_RECORDS = 3
+"""Version of the files that passes record in a work folder; a run that has others starts over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +39,8 @@ class Job:
 
     layouts: each log's column names or types, as `data_pipeline.parts.check_layout` returns them.
     counted: numbers of the categorical columns whose values pass 1 counts.
+    bounds: the numbers of the first validation and test rows, if splits go by position; before rows are counted, all train.
+    executor: works on parts, in its processes; None for threads of this process.
     """
 
     options: PassOptions
@@ -34,6 +50,8 @@ class Job:
     splitting: Splitting
     layouts: tuple[Layout | None, ...]
     counted: frozenset[int] = frozenset()
+    bounds: tuple[int, int] = (sys.maxsize, sys.maxsize)
+    executor: Executor | None = None
 
     def parts(self, log: int, skip: Skip) -> Iterator[Part]:
         """Read a log's parts with `read_parts`."""
@@ -66,9 +84,11 @@ class Job:
         """Return the line number of a log's first row: 2 after a header line, else 1."""
         return 2 if self._has_header() and parquet_names(self.options.inputs[log]) is None else 1
 
-    def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
-        """Return each split's rows of a parsed block, if splits don't go by position."""
+    def rows_by_split(self, part: Part, parsed: Parsed, first_row: int) -> Mapping[str, Rows]:
+        """Return each split's rows of a parsed block of a part, whose first row is number `first_row` of all."""
         splitting = self.splitting
+        if not splitting.by_row:
+            return rows_by_position(first_row, parsed.rows, self.bounds)
         if splitting.split == "random":
             drawn = splitting.drawn(part.log, parsed.starts)
         else:
@@ -83,6 +103,78 @@ def _has_lone_returns(text: bytearray) -> bool:
     return returns > 0 and returns != text.count(b"\r\n")  # a slow search, which most texts are spared
 
 
-def part_name(log: int, number: int) -> str:
-    """Return the name of a part's files in the work folder."""
-    return f"{log:05d}-{number:06d}"
+@contextmanager
+def _dask_executor(address: str, *, workers: int) -> Iterator[Executor]:
+    """Yield an executor on the Dask cluster at `address`, or on `workers` local processes if it is "local".
+
+    Raises:
+        ValueError: Dask is not installed, no scheduler with a worker answers, or workers die again and again.
+    """
+    with naming_extras():
+        import distributed
+    with ExitStack() as stack:
+        scheduler_address = address
+        if address == "local":
+            processes = {"n_workers": workers, "threads_per_worker": 1, "memory_limit": None, "dashboard_address": ":0"}
+            scheduler_address = stack.enter_context(distributed.LocalCluster(**processes, silence_logs="ERROR")).scheduler_address
+        try:
+            client = stack.enter_context(distributed.Client(scheduler_address, set_as_default=False, timeout=_WAIT_SECONDS))
+            client.wait_for_workers(1, timeout=_WAIT_SECONDS)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"`scheduler` {address}: no scheduler with a worker answers ({' '.join(str(error).split())}); "
+                "start them with `dask scheduler` and `dask worker`, or use `scheduler` local"
+            ) from error
+        try:
+            yield client.get_executor(pure=False)
+        except distributed.KilledWorker as error:
+            raise UserError(
+                "`scheduler`: several workers died on the same part, probably out of memory; lower `part_bytes` or give workers "
+                "more memory, and run the same command again to resume"
+            ) from error
+
+
+@contextmanager
+def open_job(
+    options: PassOptions,
+    schema: LogSchema,
+    splitting: Splitting,
+    *,
+    counted: Iterable[int] = (),
+    identity: dict[str, Any],
+    files: tuple[str, ...] | None = FILES,
+    executor: Executor | None = None,
+    tell: Tell,
+) -> Iterator[Job]:
+    """Yield a run over logs, whose output is put in place when the block ends.
+
+    Args:
+        counted: numbers of the categorical columns whose values pass 1 counts.
+        identity: what determines the results besides logs, columns and versions, as JSON values.
+        files: as for `data_pipeline.work.work_folder`.
+        executor: as for `Job`, if options name no scheduler.
+    """
+    logs = tuple(map(identify_log, options.inputs))
+    layouts = tuple(check_layout(log, schema) for log in options.inputs)
+    schema = splitting.schema_used(schema)
+    read = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions(), "records": _RECORDS}
+    chosen = _dask_executor(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(executor)
+    with (
+        chosen as executor,
+        work_folder(options.output, identity=read | identity, files=files, overwrite=options.overwrite, tell=tell) as work,
+    ):
+        for folder in (*SPLITS, "vocabulary") if files else ():
+            (work.data / folder).mkdir(exist_ok=True)
+        yield Job(
+            options=options,
+            schema=schema,
+            logs=logs,
+            work=work,
+            splitting=splitting,
+            layouts=layouts,
+            counted=frozenset(counted),
+            executor=executor,
+        )
+        work.remove_unfinished()
+        if tuple(map(identify_log, options.inputs)) != logs:
+            raise inputs_changed()

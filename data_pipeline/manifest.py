@@ -25,8 +25,7 @@ from data_pipeline.atomic import replacing
 from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
 from data_pipeline.schema import LogSchema, Transform
-from data_pipeline.sources import Source
-from data_pipeline.storage import join, read, size_of
+from data_pipeline.sources import Source, join, read, size_of
 
 FORMAT: Final = "comera-rec-dataset"
 FORMAT_VERSION: Final = 1

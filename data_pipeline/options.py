@@ -108,8 +108,8 @@ class PassOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreprocessOptions(PassOptions):
-    """What to read and how to encode it.
+class PreprocessOptions(PassOptions, Splitting):
+    """What to read, how to split it, and how to encode it.
 
     Args:
         schema: the logs' columns; None for Criteo's, with or without label as the first log's lines have it.
@@ -119,11 +119,6 @@ class PreprocessOptions(PassOptions):
         min_counts: the same for single columns, by name.
         order: the order of ids: by frequency, or by similarity within bands of frequency (`data_pipeline.similarity`).
         hash_buckets: give every category value an id of 1..hash_buckets - 1 by its hash, and count none.
-        split: how rows are split, see `Splitting`.
-        val_fraction: share of the rows for validation.
-        test_fraction: share of the rows for the test.
-        seed: of a random split.
-        val_from, test_from: times at which validation and test begin, in a split by time; None to derive them from the fractions.
 
     Raises:
         ValueError: an option is out of range.
@@ -134,12 +129,6 @@ class PreprocessOptions(PassOptions):
     min_counts: Mapping[str, int] = field(default_factory=dict)
     order: Order = "frequency"
     hash_buckets: int | None = None
-    split: SplitKind = "chronological"
-    val_fraction: float = 0.1
-    test_fraction: float = 0.1
-    seed: int = 0
-    val_from: float | None = None
-    test_from: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,65 +18,51 @@ from tqdm import tqdm
 
 from data_pipeline.atomic import replacing
 from data_pipeline.cooccurrence import cooccurrence_vectors
-from data_pipeline.count_pass import CountedPart
-from data_pipeline.job import Job, part_name
+from data_pipeline.count_pass import PartCounts
+from data_pipeline.encoder import flatten
+from data_pipeline.job import Job
 from data_pipeline.manifest import CategoricalColumn, describe_file
 from data_pipeline.parts import Part
-from data_pipeline.pool import Schedule
+from data_pipeline.passes import Key, work_on_parts
 from data_pipeline.runs import Counted
 from data_pipeline.shards import Encoder
 from data_pipeline.similarity import similarity_order
-from data_pipeline.splits import Rows, rows_by_position
 from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import write_vocabulary
 
 _MOST_CELLS = 1 << 25
 _BYTES_PER_CELL, _BYTES_PER_VALUE = 16, 768  # of memory while vectors are computed and ordered
+_Sample = tuple[np.ndarray, np.ndarray]  # the values of rows, concatenated, and how many each row has
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sampling:
-    """How to sample a part: its first row, those of validation and test, and each column's first number and number of values."""
+    """How to sample parts: each column's number of values, and the most values of a part."""
 
-    first_row: int
-    bounds: tuple[int, int]
-    firsts: np.ndarray
     sizes: np.ndarray
+    most: int
 
 
 def order_vocabularies(
-    job: Job,
-    schedule: Schedule,
-    parts: Sequence[CountedPart],
-    bounds: tuple[int, int],
-    encoder: Encoder,
-    columns: tuple[CategoricalColumn, ...],
+    job: Job, parts: Sequence[PartCounts], encoder: Encoder, columns: tuple[CategoricalColumn, ...]
 ) -> tuple[CategoricalColumn, ...]:
     """Write the vocabularies in an order of similarity, and return the columns with their new files.
 
-    An interrupted call resumes, because each sampled part and each finished column is recorded.
-
     Args:
-        bounds: the numbers of the first validation and test rows, if splits go by position.
         encoder, columns: of the vocabularies in order of frequency.
     """
-    records = {number: f"tables/ordered-{number:03d}" for number, column in enumerate(columns) if column.vocabulary}
-    ordered = {number: column for number, name in records.items() if (column := job.work.load(name, CategoricalColumn))}
-    if len(ordered) < len(records):
-        room = job.options.order_bytes // 2
-        sizes = _shares([column.num_embeddings - 1 for column in columns], room // _BYTES_PER_VALUE)
-        values, ends = _sample(job, schedule, parts, bounds, encoder, sizes, min(_MOST_CELLS, room // _BYTES_PER_CELL))
-        vectors = cooccurrence_vectors(values, ends, int(sizes.sum()))
-        firsts = np.cumsum(sizes) - sizes
+    room = job.options.order_bytes // 2
+    sizes = _shares([column.num_embeddings - 1 for column in columns], room // _BYTES_PER_VALUE)
+    values, lengths = _sample(job, parts, encoder, sizes, min(_MOST_CELLS, room // _BYTES_PER_CELL))
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int32)], dtype=np.int32)
+    vectors = np.split(cooccurrence_vectors(values, ends, int(sizes.sum())), np.cumsum(sizes)[:-1])
 
-    def order_column(number: int) -> None:
-        if number not in ordered:
-            ordered[number] = _write_ordered(job, columns[number], vectors[firsts[number] : firsts[number] + sizes[number]])
-            job.work.save(records[number], ordered[number])
+    def order_column(number: int) -> CategoricalColumn:
+        return _write_ordered(job, columns[number], vectors[number]) if columns[number].vocabulary else columns[number]
 
     with ThreadPoolExecutor(job.options.threads) as pool:
-        list(tqdm(pool.map(order_column, records), total=len(records), desc="ordering", unit="column", disable=None))
-    return tuple(ordered.get(number, column) for number, column in enumerate(columns))
+        ordered = pool.map(order_column, range(len(columns)))
+        return tuple(tqdm(ordered, total=len(columns), desc="ordering", unit="column", disable=None))
 
 
 def _shares(sizes: Sequence[int], room: int) -> np.ndarray:
@@ -89,64 +74,36 @@ def _shares(sizes: Sequence[int], room: int) -> np.ndarray:
     return shares
 
 
-def _sample(
-    job: Job,
-    schedule: Schedule,
-    parts: Sequence[CountedPart],
-    bounds: tuple[int, int],
-    encoder: Encoder,
-    sizes: np.ndarray,
-    most_cells: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of training rows and where each row's begin and end; of long logs, those of evenly spaced parts."""
-    training = [part for part in parts if (job.splitting.by_row or part.first_row < bounds[0]) and part.counts.rows]
-    cells = sum(part.counts.rows for part in training) * len(sizes)
-    chosen = training[:: max(1, cells // most_cells)]
-    firsts = np.cumsum(sizes) - sizes
-    details = {
-        (part.log, part.number): _Sampling(first_row=part.first_row, bounds=bounds, firsts=firsts, sizes=sizes) for part in chosen
-    }
-    waiting = {key for key in details if not _path(job, key).exists()}
-    done = {log: {part.number for part in parts if part.log == log and (log, part.number) not in waiting} for log, _ in waiting}
-    with (
-        tqdm(desc="sampling", total=len(details), unit="part", disable=None, initial=len(details) - len(waiting)) as bar,
-        closing(schedule(job, partial(_sample_part, encoder), done, details)) as results,
-    ):
-        for _ in results:
-            bar.update()
-    samples, paths = [], [_path(job, key) for key in sorted(details)]
-    cells = sum(path.stat().st_size for path in paths) // 4  # more than estimated, if there are lists
-    for path in paths[:: max(1, cells // (2 * most_cells))]:
-        with np.load(path) as sample:
-            samples.append((sample["values"], sample["lengths"]))
-    values, lengths = (np.concatenate(arrays) for arrays in zip(*samples, strict=True))
-    return values, np.concatenate([[0], np.cumsum(lengths, dtype=np.int32)], dtype=np.int32)
+def _sample(job: Job, parts: Sequence[PartCounts], encoder: Encoder, sizes: np.ndarray, most_cells: int) -> _Sample:
+    """Return the values of training rows; of long logs, those of evenly spaced parts."""
+    training = [part for part in parts if (job.splitting.by_row or part.first_row < job.bounds[0]) and part.rows]
+    cells = sum(part.rows for part in training) * len(sizes)
+    chosen = {part.key: part.first_row for part in training[:: max(1, cells // most_cells)]}
+    done = {log: {part.number for part in parts if part.log == log and part.key not in chosen} for log, _ in chosen}
+    sampling = _Sampling(sizes=sizes, most=4 * most_cells // max(1, len(chosen)))
+    sampled = work_on_parts(job, partial(_sample_part, encoder, sampling), done, chosen)
+    samples = dict(tqdm(sampled, desc="sampling", total=len(chosen), unit="part", disable=None))
+    values, lengths = zip(*(samples[key] for key in sorted(samples)), strict=True)
+    return np.concatenate(values), np.concatenate(lengths)
 
 
-def _path(job: Job, key: tuple[int, int]) -> Path:
-    return job.work.path / "samples" / f"{part_name(*key)}.npz"
-
-
-def _sample_part(encoder: Encoder, job: Job, part: Part, sampling: _Sampling) -> None:
-    path, values, lengths, first = _path(job, (part.log, part.number)), [], [], sampling.first_row
+def _sample_part(encoder: Encoder, sampling: _Sampling, job: Job, part: Part, first_row: int) -> tuple[Key, _Sample]:
+    """Sample a part's rows, up to the block that reaches the most values, as lists may hold more than the columns promise."""
+    values, lengths, room, firsts = [], [], sampling.most, np.cumsum(sampling.sizes) - sampling.sizes
     for parsed in job.blocks(part):
-        by_position = rows_by_position(first, parsed.rows, sampling.bounds)
-        rows: Rows = job.rows_by_draw(part, parsed)["train"] if job.splitting.by_row else by_position["train"]
-        first += parsed.rows
-        ids, _ = encoder.singles(parsed, rows)
-        lists = [encoder.list(parsed, number, rows) for number in range(len(parsed.list_ends))]
-        cells = [(column, np.arange(ids.shape[1])) for column in ids]
-        cells += [(elements, np.repeat(np.arange(ids.shape[1]), counts)) for elements, counts, _ in lists]
-        of_rows, numbers = [], []
-        for (column, row), first_value, size in zip(cells, sampling.firsts, sampling.sizes, strict=True):
-            is_known = (column > 0) & (column <= size)
-            of_rows.append(row[is_known])
-            numbers.append(first_value + column[is_known] - 1)
-        row = np.concatenate(of_rows)
-        values.append(np.concatenate(numbers).astype(np.int32)[np.argsort(row, kind="stable")])
-        lengths.append(np.bincount(row, minlength=ids.shape[1]))
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, values=np.concatenate(values), lengths=np.concatenate(lengths))
+        rows = job.rows_by_split(part, parsed, first_row)["train"]
+        first_row += parsed.rows
+        _, ids, counts = flatten(encoder, parsed, rows)
+        cell_of = np.repeat(np.arange(len(counts)), counts)
+        column, row = np.divmod(cell_of, max(1, len(counts) // len(firsts)))
+        is_known = (ids > 0) & (ids <= sampling.sizes[column])
+        row = row[is_known]
+        values.append((firsts[column] + ids - 1)[is_known].astype(np.int32)[np.argsort(row, kind="stable")])
+        lengths.append(np.bincount(row, minlength=len(counts) // len(firsts)))
+        room -= len(row)
+        if room <= 0:
+            break
+    return (part.log, part.number), (np.concatenate(values), np.concatenate(lengths))
 
 
 def _head(vocabulary: Path, rows: int) -> float:

@@ -26,7 +26,7 @@ class Parsed:
     labels: int8 [L, n].
     integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float64 if some are not 32-bit integers or are standardized.
     keys: uint32 or uint64 [C, n], 0 where key_missing, bool [C, n].
-    list_keys: uint64 [M, ...], the lists of column m concatenated; row i's list ends at list_ends[m, i], int64 [M, n].
+    list_keys: M arrays of uint64, the lists of column m concatenated; row i's list ends at list_ends[m, i], int64 [M, n].
     starts: int64 [n], where each line begins in the text.
     lines: the number of lines in the text, n + rejected.
     times: in seconds, float64 [n], if the schema has a time column.
@@ -39,7 +39,7 @@ class Parsed:
     integer_missing: np.ndarray
     keys: np.ndarray
     key_missing: np.ndarray
-    list_keys: np.ndarray
+    list_keys: tuple[np.ndarray, ...]
     list_ends: np.ndarray
     starts: np.ndarray
     lines: int
@@ -98,10 +98,13 @@ def parse(text: np.ndarray, schema: LogSchema, counts: tuple[int, int] | None = 
     line = native.Schema(Array(kinds, np.uint8), Array(separators, np.uint8), ord(schema.separator))
     rows = native.parse[schema.key_dtype](Array(text, np.uint8), ctypes.byref(line), ctypes.byref(columns))
     first = zip(*(array[: lines - rows].tolist() for array in bad.values()), strict=True)
-    cut = {name: array if name == "list_keys" else array[..., :rows] for name, array in arrays.items()}
+    list_keys = arrays.pop("list_keys")
+    cut = {name: array[..., :rows] for name, array in arrays.items()}
     cut["integers"] = cut["integers"].astype(schema.number_dtype, copy=False)
     reasons = tuple((number, _reason(bytes(text[start:end]), schema)) for number, start, end in first)
-    return Parsed(**cut, lines=lines, rejected=lines - rows, reasons=reasons)
+    elements_of = [ends[-1] if rows else 0 for ends in cut["list_ends"]]
+    lists_of = tuple(keys[:end] for keys, end in zip(list_keys, elements_of, strict=True))
+    return Parsed(**cut, list_keys=lists_of, lines=lines, rejected=lines - rows, reasons=reasons)
 
 
 def _reason(line: bytes, schema: LogSchema) -> str:
@@ -115,14 +118,20 @@ def _reason(line: bytes, schema: LogSchema) -> str:
 def truncate_lists(parsed: Parsed, schema: LogSchema) -> Parsed:
     """Keep the first `max_length` elements of each list, in columns that have such a limit."""
     limits = [schema.column_of(name).max_length for name in schema.lists]
-    if not any(limits):
-        return parsed
-    list_keys, list_ends = parsed.list_keys.copy(), parsed.list_ends.copy()
-    for keys, ends, limit in zip(list_keys, list_ends, limits, strict=True):
-        lengths = np.diff(ends, prepend=0)
-        kept = np.minimum(lengths, limit or lengths.max(initial=0))
-        positions = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
-        elements = keys[: len(positions)][positions < np.repeat(kept, lengths)]
-        keys[: len(elements)] = elements
-        ends[:] = np.cumsum(kept)
-    return replace(parsed, list_keys=list_keys, list_ends=list_ends)
+    list_keys, list_ends = list(parsed.list_keys), parsed.list_ends.copy() if any(limits) else parsed.list_ends
+    for number, limit in enumerate(limits):
+        if limit:
+            keys, ends = list_keys[number], list_ends[number]
+            lengths = np.diff(ends, prepend=0)
+            list_keys[number] = keys[np.arange(len(keys)) - np.repeat(ends - lengths, lengths) < limit]
+            list_ends[number] = np.cumsum(np.minimum(lengths, limit))
+    return replace(parsed, list_keys=tuple(list_keys), list_ends=list_ends)
+
+
+def list_elements(parsed: Parsed, column: int, rows: slice | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a list column's elements in the given rows, concatenated, and the length of each row's list."""
+    ends = parsed.list_ends[column]
+    lengths = np.diff(ends, prepend=0)
+    chosen = np.zeros(len(ends), np.bool_)
+    chosen[rows] = True
+    return parsed.list_keys[column][np.repeat(chosen, lengths)], lengths[rows]

@@ -2,8 +2,8 @@
 
 Part k of a log holds the lines whose first byte is in [k P, (k + 1) P) of its text, for parts of P bytes. So the division depends
 only on the text, compressed or not. Parts of an uncompressed log are read separately; a compressed log (gzip, bzip2, xz, zstd) is
-decompressed from its beginning once per pass, and parts that are already done are dropped. A part of a Parquet log is a range of
-rows.
+decompressed from its beginning once per pass, and parts that are already done are dropped. A part of a Parquet log is several row
+groups that together fill a part, or a range of rows of a larger group; this division depends only on the log's metadata.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from io import BufferedIOBase
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from data_pipeline import row_groups
 from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
 from data_pipeline.schema import LogSchema, criteo_schema, detect_criteo_schema
@@ -47,7 +47,10 @@ _OPEN: dict[str, Callable[[Any], Any]] = {
 }
 _DAMAGED = re.compile("ZSTD|compressed stream|Invalid data stream")  # in OSErrors of Arrow and bz2, beside those of reading
 _UNREADABLE = {b"PK\3\4": "a zip archive", b"\xff\xfe": "text in UTF-16", b"\xfe\xff": "text in UTF-16"}
+_PARQUET_MAGIC = b"PAR1"
 _MAGIC_BYTES = 6
+_BATCH_ROWS = 1 << 16
+_LEAST_CELL_BYTES = 8  # assumed of a decoded cell if its encoded form is smaller
 _BLOCK = 1 << 20
 Skip = Callable[[int], bool]
 
@@ -90,18 +93,18 @@ def detect_schema(log: Source) -> LogSchema:
 def count_parts(log: Source, part_bytes: int) -> int | None:
     """Count a log's parts; None if that requires reading it to its end."""
     magic = _magic(log)
-    if magic.startswith(row_groups.MAGIC):
+    if magic.startswith(_PARQUET_MAGIC):
         with _errors_of_reading(log):
-            return max(1, len(row_groups.plan(row_groups.read_metadata(log), part_bytes)))
+            return max(1, len(plan(_read_metadata(log), part_bytes)))
     return None if _compression(magic) else _count_plain(identify_log(log).bytes, part_bytes)
 
 
 def parquet_names(log: Source) -> tuple[str, ...] | None:
     """Return the column names of a Parquet log; None for other logs."""
-    if not _magic(log).startswith(row_groups.MAGIC):
+    if not _magic(log).startswith(_PARQUET_MAGIC):
         return None
     with _errors_of_reading(log):
-        return tuple(row_groups.read_metadata(log).schema.to_arrow_schema().names)
+        return tuple(_read_metadata(log).schema.to_arrow_schema().names)
 
 
 def _first_lines(log: Source, size: int) -> bytes:
@@ -154,7 +157,7 @@ def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns
     """
     magic = _magic(source)
     with _errors_of_reading(source):
-        if magic.startswith(row_groups.MAGIC):
+        if magic.startswith(_PARQUET_MAGIC):
             yield from _parquet_parts(log, source, part_bytes, skip, columns)
             return
         for part in _text_parts(log, source, part_bytes, skip):
@@ -178,7 +181,7 @@ def _errors_of_reading(source: Source) -> Iterator[None]:
 
 def _parquet_parts(log: int, source: Source, part_bytes: int, skip: Skip, columns: Collection[str] | None) -> Iterator[Part]:
     count = count_parts(source, part_bytes)
-    for number, rows, table in row_groups.read_slices(source, part_bytes=part_bytes, skip=skip, columns=columns):
+    for number, rows, table in _read_slices(source, part_bytes=part_bytes, skip=skip, columns=columns):
         yield Part(log=log, number=number, start=rows.start, content=table, last=number + 1 == count)
 
 
@@ -279,3 +282,84 @@ def _too_long(source: Source) -> UserError:
 def inputs_changed() -> UserError:
     """Return the error for logs that changed during the run."""
     return UserError("an `input` changed while it was read; run the same command again to start over")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Rows of a part: `rows` rows of the groups after the first `skipped`; `start` is the number of the first in the log."""
+
+    groups: range
+    skipped: int
+    rows: int
+    start: int
+
+
+def plan(metadata: pq.FileMetaData, part_bytes: int) -> list[Slice]:
+    """Divide a log into parts."""
+    slices: list[Slice] = []
+    filled, start = 0, 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        rows = group.num_rows
+        size = _size(group)
+        parts_of_group = -(-size // part_bytes)
+        if not rows:
+            continue
+        if parts_of_group > 1:
+            step = max(1, -(-rows // parts_of_group))
+            slices += [
+                Slice(groups=range(number, number + 1), skipped=first, rows=min(step, rows - first), start=start + first)
+                for first in range(0, rows, step)
+            ]
+            filled = part_bytes
+        elif slices and filled + size <= part_bytes:
+            last = slices[-1]
+            slices[-1] = Slice(groups=range(last.groups.start, number + 1), skipped=0, rows=last.rows + rows, start=last.start)
+            filled += size
+        else:
+            slices.append(Slice(groups=range(number, number + 1), skipped=0, rows=rows, start=start))
+            filled = size
+        start += rows
+    return slices
+
+
+def _size(group: pq.RowGroupMetaData) -> int:
+    return max(group.total_byte_size, group.num_rows * group.num_columns * _LEAST_CELL_BYTES)
+
+
+def largest_group(log: Source) -> int:
+    """Return the bytes of a log's largest row group: parts of this size are single groups, unless smaller ones fit in one."""
+    metadata = _read_metadata(log)
+    return max((_size(metadata.row_group(number)) for number in range(metadata.num_row_groups)), default=1)
+
+
+def _read_metadata(log: Source) -> pq.FileMetaData:
+    """Read a log's Parquet metadata."""
+    with open_log(log) as file:
+        return pq.read_metadata(pa.PythonFile(file, mode="r"))
+
+
+def _read_slices(
+    log: Source, *, part_bytes: int, skip: Callable[[int], bool], columns: Collection[str] | None
+) -> Iterator[tuple[int, Slice, pa.Table]]:
+    """Yield the number, slice and content of each part that `skip` doesn't skip, with the given columns or all."""
+    with open_log(log) as opened, pq.ParquetFile(pa.PythonFile(opened, mode="r")) as file:
+        slices = plan(file.metadata, part_bytes)
+        names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
+        for groups, numbered in itertools.groupby(enumerate(slices), key=lambda item: item[1].groups):
+            unskipped = [(number, part) for number, part in numbered if not skip(number)]
+            if not unskipped:
+                continue
+            batches = file.iter_batches(_BATCH_ROWS, row_groups=list(groups), columns=names, use_threads=False)
+            decoded, position = pa.table({}), 0  # the groups' rows from `position` on
+            for number, part in unskipped:
+                while position + len(decoded) < part.skipped + part.rows:
+                    if position + len(decoded) <= part.skipped:
+                        decoded, position = pa.table({}), position + len(decoded)
+                    batch = next(batches, None)
+                    if batch is None:
+                        raise pa.ArrowInvalid("its metadata states more rows than it holds")
+                    new_rows = pa.Table.from_batches([batch])
+                    decoded = pa.concat_tables([decoded, new_rows]) if len(decoded) else new_rows
+                yield number, part, decoded.slice(part.skipped - position, part.rows)
+                decoded, position = decoded.slice(part.skipped + part.rows - position), part.skipped + part.rows

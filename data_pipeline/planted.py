@@ -25,7 +25,7 @@ from statistics import NormalDist
 import numpy as np
 
 from data_pipeline.planted_columns import CATEGORY_SPECS, INTEGER_SPECS, LARGEST_COUNT, MISSING_RATES, CategorySpec
-from data_pipeline.splitmix import mix64
+from data_pipeline.splits import mix64
 
 LABEL_RATE = 0.25
 # Standard deviations of the logit's three parts: the best AUC is then about 0.80, and that of the counts alone about 0.65.

@@ -2,7 +2,7 @@
 
 1. Every log is cut into parts at line boundaries, and each part is parsed and counted separately (`count_pass`).
 2. Now that the number of rows is known, so are the splits. Training counts are merged into vocabularies, column by column
-   (`fit`), and optionally put in an order of similarity (`order_pass`).
+   (`vocabulary`), and optionally put in an order of similarity (`order_pass`).
 3. Every part is read and parsed again, encoded and written (`write_pass`).
 
 Memory depends on the size of a part and the number of threads, not on the size of the input or its vocabularies. The text is parsed
@@ -15,18 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from data_pipeline.count_pass import count_logs, find_times, split_bounds, train_and_rest
-from data_pipeline.counts import GroupCounts, IntegerCounts
+from data_pipeline.count_pass import GroupCounts, IntegerCounts, count_logs, find_times, split_bounds, train_and_rest
 from data_pipeline.encoder import open_encoder
 from data_pipeline.errors import UserError
-from data_pipeline.fit import fit_categories
-from data_pipeline.job import Job
-from data_pipeline.manifest import FORMAT, FORMAT_VERSION, IntegerColumn, Manifest, write_manifest
+from data_pipeline.job import Job, open_job
+from data_pipeline.manifest import FORMAT, FORMAT_VERSION, CategoricalColumn, IntegerColumn, Manifest, write_manifest
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.order_pass import order_vocabularies
 from data_pipeline.parts import detect_schema
-from data_pipeline.pool import Schedule, open_job
+from data_pipeline.vocabulary import fit_categories
 from data_pipeline.work import Tell
 from data_pipeline.write_pass import write_logs
 
@@ -51,32 +50,33 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     identity = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
     identity |= {"min_count": options.min_count, "min_counts": dict(options.min_counts), "order": options.order}
     counted = [number for number, name in enumerate(schema.categories) if options.buckets_of(schema.column_of(name)) is None]
-    with open_job(options, schema, options.splitting, counted=counted, identity=identity, tell=tell) as (job, schedule):
-        manifest = _run(job, options, schedule)
+    with open_job(options, schema, options.splitting, counted=counted, identity=identity, tell=tell) as job:
+        manifest = _run(job, options)
         write_manifest(manifest, job.work.data)
     return manifest
 
 
-def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
+def _run(job: Job, options: PreprocessOptions) -> Manifest:
     if job.splitting.split == "time" and job.splitting.val_from is None:
-        job = replace(job, splitting=find_times(job, schedule))
-    parts = count_logs(job, schedule)
-    bounds = split_bounds(job, parts)
-    groups = train_and_rest(job, parts, bounds[0])
+        job = replace(job, splitting=find_times(job))
+    parts = count_logs(job)
+    job = replace(job, bounds=split_bounds(job, parts))
+    groups = train_and_rest(job, parts)
     if not any(group.trains for group in groups):
-        rows = sum(part.counts.rows for part in parts)
+        rows = sum(part.rows for part in parts)
         raise UserError(f"`input` holds {rows} well-formed lines, which leaves no row for training; give more logs")
     integers = tuple(_integer_column(job, column, groups) for column in range(len(job.schema.integers)))
     categories = fit_categories(job, options, groups)
     if options.order == "similarity":
         ranked = open_encoder(integers, categories, job.work.ranked, job.schema, **options.table_room)
-        categories = order_vocabularies(job, schedule, parts, bounds, ranked, categories)
+        order = partial(order_vocabularies, job, parts, ranked, categories)
+        categories = job.work.once("tables/ordered", tuple[CategoricalColumn, ...], order)
     times = {"val_from": job.splitting.val_from, "test_from": job.splitting.test_from}  # found, or those of the options
     return Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
         options=options.recorded() | (times if job.splitting.split == "time" else {}),
-        **write_logs(job, schedule, parts, bounds, integers, categories),
+        **write_logs(job, parts, integers, categories),
     )
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline import native
-from data_pipeline.atomic import remove, replacing
+from data_pipeline.atomic import replacing
 from data_pipeline.native import Array
-from data_pipeline.work import WorkFolder
 
 Counted = tuple[np.ndarray, np.ndarray]  # ascending keys and their uint64 counts
 _COUNT = np.dtype(np.uint64)
@@ -47,11 +46,6 @@ class Run:
             return keys, np.zeros(len(keys), _COUNT)
         counts = np.fromfile(folder / f"{self.name}.counts", f"u{self.count_bytes}", stop - start, offset=first * self.count_bytes)
         return keys, counts.astype(_COUNT)
-
-    def remove(self, folder: Path) -> None:
-        """Remove its files."""
-        for suffix in ("keys", "counts"):
-            remove(folder / f"{self.name}.{suffix}")
 
 
 def write_run(path: Path, columns: Iterable[Iterable[Counted]], *, count_bytes: int = _COUNT.itemsize) -> Run:
@@ -152,28 +146,21 @@ def merge(runs: Sequence[Run], folder: Path, column: int, *, key_dtype: np.dtype
 
 
 def merge_in_levels(
-    runs: Sequence[Run], work: WorkFolder, folder: Path, *, columns: int, key_dtype: np.dtype, entries: int, workers: int
-) -> list[Run]:
-    """Merge runs until at most `FAN_IN` are left.
-
-    A merged run is recorded before the runs that it replaces are removed, so an interrupted merge can resume.
+    runs: Sequence[Run], folder: Path, *, columns: int, key_dtype: np.dtype, entries: int, workers: int
+) -> Sequence[Run]:
+    """Merge runs until at most `FAN_IN` are left. All runs stay in the folder, so an interrupted merge can be repeated.
 
     Args:
-        runs: in the same order in every call.
         entries: the most entries that a worker may hold.
     """
-    remaining, level = list(runs), 0
-    while len(remaining) > FAN_IN:
-        groups = [remaining[i : i + FAN_IN] for i in range(0, len(remaining), FAN_IN)]
+    level = 0
+    while len(runs) > FAN_IN:
 
-        def merged(number: int, groups: list[list[Run]] = groups, level: int = level) -> Run:
-            name = f"merged-{level}-{number:05d}"
-            columns_of_group = (merge(groups[number], folder, c, key_dtype=key_dtype, entries=entries) for c in range(columns))
-            run = work.once(f"tables/{name}", Run, lambda: write_run(folder / name, columns_of_group))
-            for replaced in groups[number]:
-                replaced.remove(folder)
-            return run
+        def merged(first: int, runs: Sequence[Run] = runs, level: int = level) -> Run:
+            group = runs[first : first + FAN_IN]
+            columns_of_group = (merge(group, folder, column, key_dtype=key_dtype, entries=entries) for column in range(columns))
+            return write_run(folder / f"merged-{level}-{first:07d}", columns_of_group)
 
         with ThreadPoolExecutor(workers) as pool:
-            remaining, level = list(pool.map(merged, range(len(groups)))), level + 1
-    return remaining
+            runs, level = list(pool.map(merged, range(0, len(runs), FAN_IN))), level + 1
+    return runs

@@ -13,11 +13,10 @@ import pyarrow.parquet as pq
 
 from data_pipeline import native
 from data_pipeline.arrow import to_arrow, to_lists
-from data_pipeline.counts import list_elements
 from data_pipeline.hashing import IdSource, encode_keys
 from data_pipeline.manifest import IntegerColumn
 from data_pipeline.native import Array, Matrix
-from data_pipeline.parse import Parsed
+from data_pipeline.parse import Parsed, list_elements
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Rows
 

@@ -1,10 +1,9 @@
-"""Locations of logs: local files, or any URL that fsspec reads, such as s3://, gs://, https:// and memory://."""
+"""Locations of logs and data sets: local files, or any URL that fsspec reads, such as s3://, gs://, https:// and memory://."""
 
 from __future__ import annotations
 
 import glob
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import fsspec.core
+import pyarrow as pa
 
 from data_pipeline.errors import UserError
 
@@ -21,7 +21,6 @@ Source = Path | str  # a URL is a str, because Path would drop one of its slashe
 # Names that file systems give to the version or modification time of a file.
 _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
 _STREAM_BLOCK = 8 << 20
-_ENDS = 4096  # bytes at either end of a file that identify it
 _HTTP = re.compile(r"(\w+::)*https?://")
 
 
@@ -29,8 +28,7 @@ _HTTP = re.compile(r"(\w+::)*https?://")
 class LogIdentity:
     """Identity of a log, to detect changes: its name and size in bytes, and its version.
 
-    The version is the time or tag of its last change. A local file's also has a checksum of its first and last bytes, because its
-    folder may be another one when a run resumes.
+    The version is the time or tag of its last change. A local file's also has its path, so a log that moved is another one.
     """
 
     name: str
@@ -63,11 +61,8 @@ def refuse_twice(logs: tuple[Source, ...]) -> None:
     """
     seen: dict[object, Source] = {}
     for log in logs:
-        if isinstance(log, Path):
-            status = log.stat() if log.exists() else None
-            key: object = (status.st_dev, status.st_ino) if status else log
-        else:
-            key = log
+        status = log.stat() if isinstance(log, Path) and log.exists() else None
+        key = (status.st_dev, status.st_ino) if status else log
         if key in seen:
             raise UserError(f"`input` {log} and {seen[key]} are the same file; give each log once")
         seen[key] = log
@@ -85,12 +80,9 @@ def identify_log(log: Source) -> LogIdentity:
             if not (log.is_file() or log.is_dir()):
                 raise UserError(f"`input` {log} is a pipe or a device, and logs are read twice; write it to a file")
             folder, size = log.is_dir(), status.st_size
-            version = str(status.st_mtime_ns) if folder else f"{status.st_mtime_ns} {_checksum(log, size):08x}"
+            version = f"{status.st_mtime_ns} {log.resolve()}"
         else:
-            with errors_of(log):
-                files, path = file_system(log)
-                files.invalidate_cache()  # or this process would miss a change
-                info = files.info(path)
+            info = _info(log)
             folder, size = info["type"] == "directory", info["size"]
             version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
     except FileNotFoundError as error:
@@ -106,11 +98,11 @@ def identify_log(log: Source) -> LogIdentity:
     return LogIdentity(name=name_of(log), bytes=size, version=version)
 
 
-def _checksum(log: Path, size: int) -> int:
-    with log.open("rb") as file:
-        first = file.read(_ENDS)
-        file.seek(max(0, size - _ENDS))
-        return zlib.crc32(file.read(_ENDS), zlib.crc32(first))
+def _info(url: str) -> dict[str, Any]:
+    with errors_of(url):
+        files, path = file_system(url)
+        files.invalidate_cache()  # or this process would miss a change
+        return cast(dict[str, Any], files.info(path))
 
 
 def open_log(log: Source, *, streamed: bool = False) -> BufferedIOBase:
@@ -218,3 +210,44 @@ def file_system(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise UserError(f"`input` {url}: {error}") from error
     return files, path
+
+
+def join(folder: Source, name: str) -> Source:
+    """Return the path or URL of a file in a folder."""
+    return f"{folder.rstrip('/')}/{name}" if is_url(folder) else Path(folder) / name
+
+
+def size_of(file: Source) -> int | None:
+    """Return the bytes of a file; None if it doesn't exist.
+
+    Raises:
+        ValueError: its store can't be reached.
+    """
+    if isinstance(file, Path):
+        return file.stat().st_size if file.is_file() else None
+    with _reached(file):
+        try:
+            info = _info(file)
+        except FileNotFoundError:
+            return None
+    return int(info["size"]) if info["type"] == "file" else None
+
+
+def read(file: Source) -> bytes:
+    """Read a whole file."""
+    with _reached(file), open_log(file, streamed=True) as opened:
+        return opened.read()
+
+
+def open_ranges(file: Source) -> Path | pa.PythonFile:
+    """Open a file for Arrow to read in ranges: returns a local path, which Arrow can map, or an open remote file."""
+    return file if isinstance(file, Path) else pa.PythonFile(open_log(file), mode="r")
+
+
+@contextmanager
+def _reached(file: Source) -> Iterator[None]:
+    try:
+        with errors_of(file):
+            yield
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}; check its name and your credentials") from error

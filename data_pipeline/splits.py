@@ -12,7 +12,6 @@ import numpy as np
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import SPLITS
 from data_pipeline.schema import LogSchema
-from data_pipeline.splitmix import mix64
 
 SplitKind = Literal["chronological", "day", "random", "time"]
 Rows = slice | np.ndarray  # of indices, ascending
@@ -80,3 +79,12 @@ def rows_by_position(first: int, rows: int, bounds: tuple[int, int]) -> dict[str
     """Return each split's rows among `rows` rows, of which the first is number `first` of all."""
     edges = [0, *(min(max(bound - first, 0), rows) for bound in bounds), rows]
     return {name: slice(edges[i], edges[i + 1]) for i, name in enumerate(SPLITS)}
+
+
+def mix64(x: np.ndarray) -> np.ndarray:
+    """Return splitmix64's next output for every state x, uint64 of any shape; a bijection (Steele, Lea, Flood, OOPSLA 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x

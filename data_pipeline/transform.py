@@ -1,6 +1,6 @@
 """Encoding of new logs with a data set's vocabularies: pass 2 of `data_pipeline.preprocess`, after a pass 1 without value counts.
 
-Optionally, values of the new training rows that have no id in DATA get new ids after the known ones (`data_pipeline.fit`).
+Optionally, values of the new training rows that have no id in DATA get new ids after the known ones (`data_pipeline.vocabulary`).
 
 NEWDATA contains the vocabularies (as links to DATA's files if the file system allows links), so DATA may be deleted. Ids mean the
 same in both, so a model trained on one can read the other. Values without an id become 0.
@@ -18,8 +18,7 @@ from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
 from data_pipeline.encoder import schema_of_new_logs
 from data_pipeline.errors import UserError
-from data_pipeline.fit import extend_vocabulary, fit_counted
-from data_pipeline.job import Job
+from data_pipeline.job import Job, open_job
 from data_pipeline.manifest import (
     MANIFEST_NAME,
     SPLITS,
@@ -33,9 +32,9 @@ from data_pipeline.manifest import (
     write_manifest,
 )
 from data_pipeline.options import PassOptions
-from data_pipeline.pool import Schedule, open_job
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Splitting
+from data_pipeline.vocabulary import extend_vocabulary, fit_counted
 from data_pipeline.work import Tell
 from data_pipeline.write_pass import write_logs
 
@@ -78,27 +77,28 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
     origin = Transformed(data=str(options.data), manifest_sha256=file_sha256(options.data / MANIFEST_NAME))
     identity = split | {"vocabularies": origin.manifest_sha256, "part_bytes": options.part_bytes, "extend": options.extend}
     counted = [number for number, column in enumerate(source.categorical_columns) if column.vocabulary and options.extend]
-    with open_job(options, schema, Splitting(**split), counted=counted, identity=identity, tell=tell) as (job, schedule):
+    with open_job(options, schema, Splitting(**split), counted=counted, identity=identity, tell=tell) as job:
         recorded = split | {"part_bytes": options.part_bytes, "max_bad_rows": options.max_bad_rows}
-        manifest = replace(_run(job, source, options.data, schedule), transformed=origin, options=recorded)
+        manifest = replace(_run(job, source, options.data), transformed=origin, options=recorded)
         write_manifest(manifest, job.work.data)
     return manifest
 
 
-def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest:
-    parts = count_logs(job, schedule)
-    if not any(part.counts.rows for part in parts):
+def _run(job: Job, source: Manifest, data: Path) -> Manifest:
+    parts = count_logs(job)
+    if not any(part.rows for part in parts):
         raise UserError("`input` holds no well-formed lines; give logs with rows to encode")
-    bounds, known, extended = split_bounds(job, parts), source.categorical_columns, dict[int, CategoricalColumn]()
+    job = replace(job, bounds=split_bounds(job, parts))
+    known, extended = source.categorical_columns, dict[int, CategoricalColumn]()
     if job.counted:
-        groups = train_and_rest(job, parts, bounds[0])
+        groups = train_and_rest(job, parts)
         extended = fit_counted(job, groups, lambda number, values: extend_vocabulary(job, known[number], data, values))
     columns = [extended.get(number, column) for number, column in enumerate(known)]
     for column in columns:
         for file in (column.vocabulary, column.table, column.vectors):
             if file and not (job.work.data / file.path).exists():
                 _link(file, data, job.work.data)
-    groups = [group for part in parts for group in (part.counts.train, part.counts.rest)]
+    groups = [group for part in parts for group in (part.train, part.rest)]
     integers = tuple(
         replace(column, missing=sum(group.integers[number].missing for group in groups))
         for number, column in enumerate(source.integer_columns)
@@ -107,7 +107,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
         replace(column, distinct=None, missing=sum(group.missing[number] for group in groups))
         for number, column in enumerate(columns)
     )
-    return replace(source, **write_logs(job, schedule, parts, bounds, integers, categories))
+    return replace(source, **write_logs(job, parts, integers, categories))
 
 
 def _link(file: Shard, data: Path, new: Path) -> None:

@@ -3,9 +3,8 @@
     .data.partial/identity.json     inputs and options; a run with different ones starts over
     .data.partial/times/            before pass 1, if splits go by time
     .data.partial/counts/           pass 1: each part's runs of values and statistics, and merged runs
-    .data.partial/tables/           records of merged runs and of vocabularies
+    .data.partial/tables/           records of vocabularies
     .data.partial/ranked/           with an order of similarity: the vocabularies in order of frequency
-    .data.partial/samples/          and the sampled rows of parts
     .data.partial/shards/           pass 2: records of the shards written for each part
     .data.partial/data/             the data set itself, renamed to its final path at the end
 
@@ -36,7 +35,7 @@ from data_pipeline.atomic import (
 
 Record = TypeVar("Record")
 Tell = Callable[[str], None]
-FOLDERS = ("times", "counts", "tables", "ranked/vocabulary", "samples", "shards", "data")
+FOLDERS = ("times", "counts", "tables", "ranked/vocabulary", "shards", "data")
 
 
 class WorkFolder:
@@ -60,22 +59,18 @@ class WorkFolder:
         for file in self.path.rglob(".*.tmp"):
             file.unlink()
 
-    def save(self, name: str, record: object) -> None:
-        """Write a dataclass, or a tuple of dataclasses, as <name>.json."""
-        with replacing(self.path / f"{name}.json") as temporary:
-            temporary.write_bytes(TypeAdapter(type(record)).dump_json(record))
-
     def load(self, name: str, kind: type[Record]) -> Record | None:
         """Read what was saved; None if there is nothing."""
         path = self.path / f"{name}.json"
         return TypeAdapter(kind).validate_json(path.read_bytes()) if path.exists() else None
 
     def once(self, name: str, kind: type[Record], make: Callable[[], Record]) -> Record:
-        """Read what was saved, or make and save it."""
+        """Read what was saved as <name>.json, or make and save it: a dataclass, or a tuple of dataclasses."""
         record = self.load(name, kind)
         if record is None:
             record = make()
-            self.save(name, record)
+            with replacing(self.path / f"{name}.json") as temporary:
+                temporary.write_bytes(TypeAdapter(kind).dump_json(record))
         return record
 
 
@@ -100,7 +95,7 @@ def work_folder(
     work = WorkFolder(hidden(output, "partial"))
     try:
         make_parent(output)
-        with locked(output, tell):
+        with locked(output):
             try:
                 work.path.mkdir(exist_ok=True)
                 if (output / (files[0] if files else "")).exists() and not work.data.exists():

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from data_pipeline.atomic import replacing
-from data_pipeline.count_pass import CountedPart, describe_inputs
+from data_pipeline.count_pass import PartCounts, describe_inputs
 from data_pipeline.encoder import open_encoder
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
@@ -27,10 +26,9 @@ from data_pipeline.manifest import (
 )
 from data_pipeline.parts import Part, inputs_changed
 from data_pipeline.passes import Key, PartRecord, pass_over
-from data_pipeline.pool import Schedule
 from data_pipeline.schema import LogSchema
 from data_pipeline.shards import Encoder, ShardWriter
-from data_pipeline.splits import Rows, rows_by_position
+from data_pipeline.splits import rows_by_position
 
 Planned = tuple[int, dict[str, Shard]]  # the number of a part's first row, and its shards by split
 
@@ -52,30 +50,23 @@ class WrittenPart(PartRecord):
 
     shards: tuple[WrittenShard, ...]
 
-    def is_intact(self, data: Path) -> bool:
-        paths = [(data / written.shard.path, written.shard.bytes) for written in self.shards]
-        return all(path.exists() and path.stat().st_size == size for path, size in paths)
-
 
 def write_logs(
     job: Job,
-    schedule: Schedule,
-    parts: Sequence[CountedPart],
-    bounds: tuple[int, int],
+    parts: Sequence[PartCounts],
     integers: tuple[IntegerColumn, ...],
     categories: tuple[CategoricalColumn, ...],
 ) -> dict[str, Any]:
     """Write every part that has not been written yet, and return what the manifest says of the logs, columns, rows and splits.
 
     Args:
-        bounds: the numbers of the first validation and test rows, if splits go by position.
         categories: all but how many ids are 0.
     """
     encoder = open_encoder(integers, categories, job.work.data, job.schema, **job.options.table_room)
-    work, planned, rows = partial(_write, encoder, bounds), _plan(job, parts, bounds), sum(part.counts.rows for part in parts)
-    records = pass_over(job, schedule, work, WrittenPart, folder="shards", description="writing", details=planned, total=rows)
+    work, planned, rows = partial(_write, encoder), _plan(job, parts), sum(part.rows for part in parts)
+    records = pass_over(job, work, WrittenPart, folder="shards", description="writing", details=planned, total=rows)
     written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
-    for record in records.values():
+    for record in records:
         for shard in record.shards:
             written[shard.split].append(shard)
     inputs, rejected_lines = describe_inputs(job, parts)
@@ -99,33 +90,28 @@ def _targets(written: Mapping[str, Sequence[WrittenShard]], schema: LogSchema) -
     """Return the labels' and weights' records for the manifest."""
     rows = {split: sum(shard.shard.rows for shard in written[split]) for split in SPLITS}
 
-    def means(sum_of: Callable[[WrittenShard], float]) -> dict[str, Any]:
+    def target(name: str, sum_of: Callable[[WrittenShard], float]) -> Target:
         sums = {split: sum(map(sum_of, written[split])) for split in SPLITS}
-        split_means = {split: sums[split] / rows[split] if rows[split] else None for split in SPLITS}
-        return {"mean": sum(sums.values()) / sum(rows.values()), "split_means": split_means}
+        means = {split: sums[split] / rows[split] if rows[split] else None for split in SPLITS}
+        return Target(name=name, mean=sum(sums.values()) / sum(rows.values()), split_means=means)
 
-    def positives_of(number: int) -> Callable[[WrittenShard], float]:
-        return lambda shard: shard.positives[number]
-
-    labels = [Target(name=name, **means(positives_of(number))) for number, name in enumerate(schema.labels)]
-    weight = Target(name=schema.weight, **means(lambda shard: shard.weight)) if schema.weight else None
+    labels = [target(name, lambda shard, n=number: shard.positives[n]) for number, name in enumerate(schema.labels)]  # type: ignore[misc]
+    weight = target(schema.weight, lambda shard: shard.weight) if schema.weight else None
     return {"label": labels[0] if labels else None, "other_labels": tuple(labels[1:]), "weight": weight}
 
 
-def _write(encoder: Encoder, bounds: tuple[int, int], job: Job, part: Part, planned: Planned | None) -> WrittenPart:
+def _write(encoder: Encoder, job: Job, part: Part, planned: Planned | None) -> WrittenPart:
     if planned is None:  # the log has grown
         raise inputs_changed()
     first_row, shards = planned
-    record = PartRecord(last=part.last)
+    record = PartRecord.of(part)
     with ExitStack() as stack:
         writers = {}
         for split, shard in shards.items():
             path = stack.enter_context(replacing(job.work.data / shard.path))
             writers[split] = stack.enter_context(ShardWriter(encoder, path, split, shard.from_rows))
         for parsed in job.blocks(part):
-            by_split: Mapping[str, Rows] = rows_by_position(first_row + record.rows, parsed.rows, bounds)
-            if job.splitting.by_row:
-                by_split = job.rows_by_draw(part, parsed)
+            by_split = job.rows_by_split(part, parsed, first_row + record.rows)
             for split, writer in writers.items():
                 writer.add(parsed, by_split[split])
             record.add(parsed)
@@ -140,15 +126,15 @@ def _write(encoder: Encoder, bounds: tuple[int, int], job: Job, part: Part, plan
     return WrittenPart(**vars(record), shards=tuple(written))
 
 
-def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> dict[Key, Planned]:
+def _plan(job: Job, parts: Sequence[PartCounts]) -> dict[Key, Planned]:
     """Plan the shards of every part, one for each of the splits that its rows belong to, numbered in order within the split."""
     planned: dict[Key, Planned] = {}
     numbers = Counter[str]()
     for part in parts:
         if job.splitting.by_row:
-            sizes = dict(zip(SPLITS, part.counts.split_rows or (), strict=True))
+            sizes = dict(zip(SPLITS, part.split_rows, strict=True))
         else:
-            by_position = rows_by_position(part.first_row, part.counts.rows, bounds)
+            by_position = rows_by_position(part.first_row, part.rows, job.bounds)
             sizes = {split: rows.stop - rows.start for split, rows in by_position.items()}
         shards = {}
         for split, rows in sizes.items():
@@ -156,5 +142,5 @@ def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> di
                 path = f"{split}/part-{numbers[split]:05d}.parquet"
                 shards[split] = Shard(path=path, rows=rows, from_rows=(part.first_row, part.end_row))
                 numbers[split] += 1
-        planned[part.log, part.number] = part.first_row, shards
+        planned[part.key] = part.first_row, shards
     return planned

@@ -37,6 +37,6 @@ def score(target: str, output: Path, **chosen: Any) -> None:
     """
     options = ScoreOptions(inputs=(source(target),), output=output, **chosen)
     start = time.perf_counter()
-    written = write_scores(options, tell=tell)
+    scores = write_scores(options, tell=tell)
     seconds = time.perf_counter() - start
-    click.echo(f"wrote {output}: {written.rows:,} scores in {seconds:.1f} s ({written.rows_per_second:,.0f} rows/s once loaded)")
+    click.echo(f"wrote {output}: {scores:,} scores in {seconds:.1f} s ({scores / seconds:,.0f} rows/s)")

@@ -29,6 +29,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -39,10 +40,18 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchrec import KeyedJaggedTensor
 
 from comera_rec.data.batch import Batch
-from comera_rec.data.row_groups import RowRange, row_groups
 from data_pipeline.errors import UserError
-from data_pipeline.manifest import REMEDY, read_manifest
-from data_pipeline.storage import open_ranges
+from data_pipeline.manifest import REMEDY, Manifest, check_shards, read_manifest
+from data_pipeline.sources import Source, join, open_ranges
+
+
+class RowRange(NamedTuple):
+    """Rows start:stop of one row group."""
+
+    path: Source
+    row_group: int
+    start: int
+    stop: int
 
 
 class ParquetBatches(IterableDataset[Batch]):
@@ -111,7 +120,7 @@ class ParquetBatches(IterableDataset[Batch]):
         self._list_names = [column.name for column in columns if column.is_list]
         self._num_embeddings = {column.name: column.num_embeddings for column in columns}
         self._columns = [*self._label_names, *self._weight_names, *self._dense_names, *self._num_embeddings]
-        self._row_groups = row_groups(self.manifest, data, split)
+        self._row_groups = _row_groups(self.manifest, data, split)
         self.rows = sum(span.stop for span in self._row_groups)
         self.batches_per_epoch()  # there must be at least one
         self._next = (0, 0)  # epoch, batch within it
@@ -309,3 +318,41 @@ def _stacked(rows: pa.RecordBatch, names: Sequence[str]) -> np.ndarray:
 def _one_per_row(keys: int, size: int) -> tuple[Tensor, Tensor]:
     """Return lengths and offsets of a KeyedJaggedTensor with one id per row and key; batches share them, nothing writes to them."""
     return torch.ones(keys * size, dtype=torch.int64), torch.arange(keys * size + 1, dtype=torch.int64)
+
+
+def _is_lists(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) and pa.types.is_int32(kind.value_type)
+
+
+def _row_groups(manifest: Manifest, data: Source, split: str) -> list[RowRange]:
+    """List a split's row groups in the order of its files, after comparing each file's size, rows and columns with the manifest."""
+    if split not in manifest.splits:
+        raise UserError(f"split {split!r} is not in {data}; it has {', '.join(manifest.splits)}")
+    if manifest.label is None:
+        raise UserError(f"{data} has no labels, so it can neither be trained nor evaluated on; preprocess logs with labels")
+    if manifest.splits[split].rows == 0:
+        raise UserError(f"split {split} of {data} is empty; preprocess more rows or give {split} a larger fraction of them")
+    check_shards(manifest, data)
+    types = {label.name: pa.types.is_integer for label in manifest.labels}
+    types |= {manifest.weight.name: pa.types.is_float32} if manifest.weight else {}
+    types |= {column.name: pa.types.is_float32 for column in manifest.integer_columns}
+    types |= {column.name: _is_lists if column.is_list else pa.types.is_int32 for column in manifest.categorical_columns}
+    ranges = []
+    for shard in manifest.splits[split].shards:
+        path = join(data, shard.path)
+        try:
+            footer = pq.read_metadata(open_ranges(path))
+        except (OSError, pa.ArrowInvalid) as error:
+            raise UserError(f"{path} is not a readable Parquet file ({error}); {REMEDY}") from error
+        if footer.num_rows != shard.rows:
+            raise UserError(f"{path} has {footer.num_rows} rows, the manifest states {shard.rows}; {REMEDY}")
+        schema = footer.schema.to_arrow_schema()
+        for name, matches in types.items():
+            if name not in schema.names:
+                raise UserError(f"{path} has no column {name}, but the manifest lists it; {REMEDY}")
+            if not matches(schema.field(name).type):
+                raise UserError(
+                    f"{path}: column {name} is of type {schema.field(name).type}, which training does not read; {REMEDY}"
+                )
+        ranges += [RowRange(path, group, 0, footer.row_group(group).num_rows) for group in range(footer.num_row_groups)]
+    return [rows for rows in ranges if rows.stop]

@@ -16,7 +16,7 @@ import torch
 
 from comera_rec.serving.package import ServingModel, read_metadata
 from comera_rec.serving.vocabularies import check_vocabularies, open_vocabularies, run_of
-from data_pipeline.apply import Applied, ApplyOptions, apply
+from data_pipeline.apply import ApplyOptions, apply
 from data_pipeline.atomic import refuse_overlap
 from data_pipeline.encoder import Flat
 from data_pipeline.manifest import file_sha256, read_manifest
@@ -38,8 +38,8 @@ class ScoreOptions(ApplyOptions):
         refuse_overlap(self.output, "model", [self.model])
 
 
-def score(options: ScoreOptions, tell: Callable[[str], None] = lambda line: None) -> Applied:
-    """Write the scores of a log or a split; after an interruption, the same call resumes.
+def score(options: ScoreOptions, tell: Callable[[str], None] = lambda line: None) -> int:
+    """Write the scores of a log or a split, and return their number; after an interruption, the same call resumes.
 
     Args:
         options: what to score, and where to write it.

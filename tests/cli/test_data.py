@@ -90,22 +90,10 @@ def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
         (["preprocess", "--input", "x" * 300, "--output", "data"], "File name too long"),
         (["transform", "--data", "loop", "--input", "bad.tsv", "--output", "data"], "loop"),
         (["inspect", "--data", "loop"], "loop"),
-        (
-            ["preprocess", "--input", "bad.tsv", "--output", "data", "--min-count", "C3=few"],
-            "comera: --min-count is 'C3=few'; write a",
-        ),
-        (
-            ["preprocess", "--input", "bad.tsv", "--output", "data", "--memory-limit", "much"],
-            "'much' is not a size; write it like 64MiB",
-        ),
-        (
-            ["preprocess", "--input", "bad.tsv", "--output", "data", "--schema", "no.toml"],
-            "comera: --schema no.toml does not exist",
-        ),
-        (
-            ["preprocess", "--input", "bad.tsv", "--input", "bad.tsv", "bad.tsv", "--output", "data"],
-            "name all files after one --input",
-        ),
+        (["preprocess", "--input", "bad.tsv", "--output", "data", "--min-count", "C3=few"], "comera: --min-count is 'C3=few'"),
+        (["preprocess", "--input", "bad.tsv", "--output", "data", "--memory-limit", "much"], "'much' is not a size; write it"),
+        (["preprocess", "--input", "bad.tsv", "--output", "data", "--schema", "no.toml"], "comera: --schema no.toml does not"),
+        (["preprocess", "--input", "bad.tsv", "--input", "bad.tsv", "bad.tsv", "--output", "data"], "name all files after one"),
     ],
 )
 def test_mistakes(

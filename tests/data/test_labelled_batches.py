@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from comera_rec.data import ParquetBatches
-from data_pipeline.manifest import read_manifest, write_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
 
@@ -55,16 +51,3 @@ def test_padded_rows_have_zero_weight(data: Path) -> None:
     assert torch.equal(padded.labels[:20], batch.labels)
     assert not padded.labels[20:].any()
     assert torch.equal(padded.dense, torch.cat([batch.dense, torch.zeros(4, 1)]))
-
-
-def test_weights_of_another_type_are_refused(data: Path) -> None:
-    manifest = read_manifest(data)
-    shard = manifest.splits["train"].shards[0]
-    table = pq.read_table(data / shard.path)
-    weights = table.column("importance").cast(pa.float64())
-    pq.write_table(table.set_column(table.schema.get_field_index("importance"), "importance", weights), data / shard.path)
-    written = replace(shard, bytes=(data / shard.path).stat().st_size)
-    split = replace(manifest.splits["train"], shards=(written, *manifest.splits["train"].shards[1:]))
-    write_manifest(replace(manifest, splits={**manifest.splits, "train": split}), data)
-    with pytest.raises(ValueError, match="column importance is of type double, which training does not read"):
-        ParquetBatches(data, "train", batch_size=8)

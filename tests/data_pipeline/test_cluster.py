@@ -63,7 +63,7 @@ def dying_count(job: Job, part: Part, detail: Any) -> Any:
 
 
 def dying_write(*arguments: Any) -> Any:
-    job, part = arguments[2:4]
+    job, part = arguments[1:3]
     _die_once(job, part, "writing", 0)
     return WRITE(*arguments)
 
@@ -109,7 +109,7 @@ def test_resumes_where_threads_stopped(
 
 
 def test_unreachable_scheduler(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_pipeline.pool._WAIT_SECONDS", 1)
+    monkeypatch.setattr("data_pipeline.job._WAIT_SECONDS", 1)
     with socket.socket() as unused:  # no process listens on it
         unused.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"

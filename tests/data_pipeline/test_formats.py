@@ -21,16 +21,15 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_logs import files_of, make, random_rows, read
+from random_logs import files_of, make, read
 from test_parse import GOOD_ROWS, LINES, OTHER, cells_of
 
 from data_pipeline import job
 from data_pipeline.manifest import read_manifest
 from data_pipeline.parse import parse
-from data_pipeline.parts import count_parts, read_parts
+from data_pipeline.parts import count_parts, plan, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.row_groups import plan
-from data_pipeline.schema import LogSchema, criteo_schema, read_schema
+from data_pipeline.schema import LogSchema, read_schema
 from data_pipeline.tables import parse_text, text_blocks
 from data_pipeline.verify import verify
 
@@ -156,19 +155,6 @@ def test_names_are_checked_before_anything_is_read(tmp_path: Path, schema: Calla
     with pytest.raises(ValueError, match=r"log.parquet has no column label, as Criteo's logs have|no column I1, as Criteo"):
         make(tmp_path / "log.parquet", tmp_path / "data")
     assert not (tmp_path / "data").exists()
-
-
-def test_criteo_in_parquet(tmp_path: Path, write_log: Callable[..., Path]) -> None:
-    rows = random_rows(200)
-    names = [column.name for column in criteo_schema(labeled=True).columns]
-    frame = pd.DataFrame([[cell or None for cell in row] for row in rows], columns=names)
-    frame = frame.astype(dict.fromkeys(names[:14], "Int64"))
-    frame["C1"] = [int(cell, 16) if cell else None for cell in (row[14] for row in rows)]  # as numbers, float64 with NaN
-    frame["C2"] = frame["C2"].astype("category")
-    frame.to_parquet(tmp_path / "day_0.parquet")
-    for name, log in (("text", write_log(rows)), ("parquet", tmp_path / "day_0.parquet")):
-        make(log, tmp_path / name)
-    assert files_of(tmp_path / "parquet", manifest=False) == files_of(tmp_path / "text", manifest=False)
 
 
 BAD_CSV = b"""bought,shop,cents,code,tags

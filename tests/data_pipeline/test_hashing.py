@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data_pipeline import hashing, native
 from data_pipeline.hashing import IdSource, encode_keys, open_tables, write_table
 from data_pipeline.manifest import IntegerColumn
-from data_pipeline.native import Array, Matrix
+from data_pipeline.native import Array
 from data_pipeline.parse import parse
 from data_pipeline.reference import hashed_id, logarithm
 from data_pipeline.schema import Column, LogSchema
@@ -97,12 +97,3 @@ def test_texts_beyond_their_bytes_are_refused(offsets: list[int]) -> None:
     arrays = (np.zeros(5, np.uint8), np.array(offsets, np.int64), np.zeros(2, np.uint64), np.zeros(2, np.bool_))
     with pytest.raises(RuntimeError, match="hash_texts: the sizes of the arrays don't fit each other"):
         native.hash_texts(*(Array(array, array.dtype) for array in arrays))
-
-
-def test_arrays_of_other_kinds_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"expected contiguous uint32, got an array of int64"):
-        Array(np.zeros(3, np.int64), np.uint32)
-    with pytest.raises(TypeError, match="with strides"):
-        Array(np.zeros((3, 2), np.uint32)[:, 0], np.uint32)
-    with pytest.raises(TypeError, match="with strides"):
-        Matrix(np.zeros((3, 2), np.uint32).T, np.uint32)

@@ -53,15 +53,13 @@ def test_bad_manifest(data: Path, change: Callable[[dict], object], message: str
     assert "\n" not in str(caught.value)
 
 
-def test_no_manifest(tmp_path: Path) -> None:
+def test_no_manifest_and_no_json_object(data: Path) -> None:
+    for text in ("", "{", "[]"):
+        (data / "manifest.json").write_text(text)
+        with pytest.raises(ValueError, match=r"manifest.json: the file: .*run `comera preprocess` again"):
+            read_manifest(data)
+    (data / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"manifest.json does not exist: .* make one with `comera preprocess`"):
-        read_manifest(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]"])
-def test_not_a_json_object(data: Path, text: str) -> None:
-    (data / "manifest.json").write_text(text)
-    with pytest.raises(ValueError, match=r"manifest.json: the file: .*run `comera preprocess` again"):
         read_manifest(data)
 
 

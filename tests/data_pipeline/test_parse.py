@@ -50,7 +50,7 @@ def cells_of(parsed: Parsed, schema: LogSchema, row: int) -> list[Cell]:
             case "list":
                 i = next(lists)
                 begin = parsed.list_ends[i, row - 1] if row else 0
-                cells.append(parsed.list_keys[i, begin : parsed.list_ends[i, row]].tolist())
+                cells.append(parsed.list_keys[i][begin : parsed.list_ends[i, row]].tolist())
     return cells
 
 
@@ -139,19 +139,6 @@ def test_every_byte_at_every_position(kind: str) -> None:
     changed = [cell[:place] + bytes([byte]) + cell[place + 1 :] for cell, place in places for byte in range(256)]
     schema = LogSchema(columns=(Column(name="cell", kind=kind), Column(name="site", kind="category")))
     assert_equals_reference(b"".join(cell + b"\tx\n" for cell in cells + changed), schema)
-
-
-@pytest.mark.parametrize("text", [GOOD + b"\n", b"x," * 6 + b"a b c d\n", b"|".join([b"a"] * 40) + b"\n"])
-@pytest.mark.parametrize("schema", [CRITEO, OTHER, ONE_COLUMN])
-def test_blocks_fill_their_room(text: bytes, schema: LogSchema) -> None:
-    """Their arrays fit, unless a single line is larger."""
-    room = 2000
-    blocks = list(text_blocks(text * 50, schema, None, block_bytes=room))
-    sizes = [sum(value.nbytes for value in vars(block).values() if isinstance(value, np.ndarray)) for block in blocks]
-    single_line = parse(on_the_heap(text), schema)
-    most = sum(value.nbytes for value in vars(single_line).values() if isinstance(value, np.ndarray)) // max(single_line.rows, 1)
-    assert sum(block.lines for block in blocks) == 50
-    assert max(sizes) <= max(room, most)
 
 
 def test_text_without_an_end_is_refused() -> None:

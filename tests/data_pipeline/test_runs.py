@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import resource
 import tempfile
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +19,7 @@ from random_logs import random_rows, to_text
 from data_pipeline import runs as runs_module
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
-from data_pipeline.runs import Counter, Run, merge, merge_in_levels, write_run
-from data_pipeline.work import WorkFolder
+from data_pipeline.runs import Counter, Run, merge, write_run
 
 DTYPES = [np.dtype(np.uint32), np.dtype(np.uint64)]
 COLUMNS = 2
@@ -68,37 +65,6 @@ def test_counts_beyond_32_bits(tmp_path: Path, dtype: np.dtype) -> None:
     block = np.array([1, 5], dtype), np.array([1 << 32, 3], np.uint64)
     runs = [write_run(tmp_path / name, [[block]]) for name in "abc"]
     assert merged(runs, tmp_path, 0, dtype, 10) == {1: 3 << 32, 5: 9}
-
-
-def test_merging_in_levels_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After stopping at any record, the remaining runs merge to the same values."""
-    monkeypatch.setattr(runs_module, "FAN_IN", 3)
-    keys, save = np.random.default_rng(0).integers(0, 50, (19, 30)).astype(np.uint32), WorkFolder.save
-    for stop in range(9):
-        work, records, runs = WorkFolder(tmp_path / str(stop)), itertools.count(1), list[Run]()
-        folder = work.path / "counts"
-        for path in (folder, work.path / "tables"):
-            path.mkdir(parents=True)
-        for number, of_run in enumerate(keys):
-            counter = Counter(folder / str(number), columns=1, key_dtype=keys.dtype, room=1 << 20)
-            counter.add(0, of_run)
-            runs += counter.finish()
-
-        def fail(self: WorkFolder, name: str, record: object, stop: int = stop, records: Iterator[int] = records) -> None:
-            if next(records) == stop:
-                raise OSError("disk full")
-            save(self, name, record)
-
-        merge_all = partial(merge_in_levels, runs, work, folder, columns=1, key_dtype=keys.dtype, entries=20, workers=1)
-        with monkeypatch.context() as patched, pytest.raises(OSError, match="disk full") if stop else nullcontext():
-            patched.setattr(WorkFolder, "save", fail)
-            merge_all()
-        left = merge_all()
-        assert len(left) == 3
-        assert merged(left, folder, 0, keys.dtype, 20) == dict(Counts(keys.ravel().tolist()))
-        assert sorted(path.name for path in folder.iterdir()) == sorted(
-            f"{run.name}.{suffix}" for run in left for suffix in ("keys", "counts")
-        )
 
 
 @contextmanager

@@ -74,24 +74,6 @@ def test_all_rows_to_one_split_and_without_labels(data: Path, write_log: WriteLo
     )
 
 
-def test_from_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
-    """Its vocabularies are the original ones, so ids stay the same along a chain of days."""
-    first = to_options(data, write_log(ROWS[:100], "day_1"), split="val")
-    transform(first)
-    second = checked(replace(first, data=first.output, output=data.parent / "second", split="source"))
-    assert second.splits["val"].rows == 100
-    pd.testing.assert_frame_equal(read(data.parent / "second", "val"), read(data, "train").iloc[:100])
-
-
-def test_hashed_by_the_option_for_all_columns(tmp_path: Path, write_log: WriteLog) -> None:
-    make(write_log(ROWS), tmp_path / "data", hash_buckets=50)
-    manifest = checked(to_options(tmp_path / "data", write_log(ROWS, "again.tsv")))
-    assert {(column.num_embeddings, column.vocabulary, column.distinct) for column in manifest.categorical_columns} == {
-        (50, None, None)
-    }
-    pd.testing.assert_frame_equal(read(tmp_path / "new"), read(tmp_path / "data"))
-
-
 def test_refused(data: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS[:3], "new.tsv")
     with pytest.raises(ValueError, match="`split` is 'all'; choose one of source, train, val, test"):

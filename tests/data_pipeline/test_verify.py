@@ -138,14 +138,8 @@ def swap_values(frame: pd.DataFrame) -> pd.DataFrame:
     [
         (lambda words, table: words.write_bytes(b"junk"), "C3.parquet, from row 0 on, cannot be read"),
         (lambda words, table: pq.write_table(pa.table({"value": [1]}), words), "C3.parquet is not a vocabulary of values and"),
-        (
-            lambda words, table: rewritten(words, swap_values),
-            "C3.parquet, from id 1 on, doesn't list|the table of C3 gives its values",
-        ),
-        (
-            lambda words, table: rewritten(words, lambda frame: frame[::-1]),
-            "C3.parquet, from id 1 on, doesn't list values by falling",
-        ),
+        (lambda words, table: rewritten(words, swap_values), "C3.parquet, from id 1 on, doesn't list|the table of C3 gives its"),
+        (lambda words, table: rewritten(words, lambda frame: frame[::-1]), "C3.parquet, from id 1 on, doesn't list values by"),
         (lambda words, table: rewritten(words, lambda frame: frame[:-1]), r"C3 has \d+ embeddings, but its vocabulary has \d+ val"),
         (lambda words, table: rewritten(words, lambda frame: frame[:0]), r"C3 has \d+ embeddings, but its vocabulary has 0 values"),
         (

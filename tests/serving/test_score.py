@@ -40,7 +40,7 @@ def options(model: Path, scored: Path, output: Path, **others: Any) -> ScoreOpti
 def scores(options: ScoreOptions) -> pa.Table:
     scored = score(options)
     table = pq.read_table(options.output)
-    assert scored.rows == len(table)
+    assert scored == len(table)
     return table
 
 
