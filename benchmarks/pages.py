@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lookup-gpu": tables.lookup_on_gpu,
     "linear": tables.linear,
     "transformer": tables.transformer,
+    "step": tables.step,
     "mlperf": tables.mlperf,
     "serve": tables.serve,
     "serve-http": tables.serve_http,

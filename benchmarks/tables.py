@@ -256,18 +256,32 @@ def _best_possible(row: Row, columns: int) -> list[str]:
     return ["the best that any model can reach", *[""] * columns, *scores]
 
 
+def step() -> str:
+    """The parts of a step of Criteo-Kaggle's DLRM, dense and TT, at each batch size."""
+    rows = select(committed(EPYC_AVX512, "step"), model="kaggle")
+    batches = sorted({row.shapes["batch"] for row in rows})
+    columns = [(batch, form) for batch in batches for form in ("dense", "TT")]
+    lines = []
+    for part in dict.fromkeys(row.shapes["part"] for row in rows):
+        lines.append([part, *(f"{one(rows, provider=form, batch=batch, part=part).p50:.1f} ms" for batch, form in columns)])
+    header = ["", *(f"{form}, batch {batch:,}" for batch, form in columns)]
+    return markdown(header, lines) + source(EPYC_AVX512, "step", "step --only model=kaggle")
+
+
 def mlperf() -> str:
     """A step of MLPerf's DLRM-DCNv2 at its original sizes, part by part, and its peak memory."""
-    runs: dict[str, list[Row]] = {}  # by column
-    for machine, name in ((XEON, "AVX-512"), (EPYC_AVX2, "AVX2")):
-        rows = committed(machine, "mlperf")
-        for kind in dict.fromkeys(row.shapes["products"] for row in rows):
-            runs[f"{name}, products in {kind}"] = select(rows, products=kind)
-    parts = dict.fromkeys(row.provider for rows in runs.values() for row in rows if row.unit == "ms")
-    lines = [[part, *(f"{one(rows, provider=part).p50:,.0f} ms" for rows in runs.values())] for part in parts]
-    whole = [one(rows, provider="whole step") for rows in runs.values()]
+    rows = select(committed(EPYC_AVX512, "step"), model="mlperf")
+    kinds = list(dict.fromkeys(row.shapes["products"] for row in rows))
+    timed = select(rows, unit="ms")
+    lines = [
+        [part, *(f"{one(timed, products=kind, part=part).p50:,.0f} ms" for kind in kinds)]
+        for part in dict.fromkeys(row.shapes["part"] for row in timed)
+    ]
+    whole = [one(timed, products=kind, part="whole step") for kind in kinds]
     lines.append(["samples a second", *(f"{1000 * row.shapes['batch'] / row.p50:,.0f}" for row in whole)])
     lines.append(["tables, dense", *(f"{row.counted['dense_gb']:.1f} GB" for row in whole)])
     lines.append(["tables, TT", *(f"{row.counted['table_mib']:.1f} MiB" for row in whole)])
-    lines.append(["peak memory of the process", *(f"{row.counted['peak_mib'] / 1000 * 1.048576:.2f} GB" for row in whole)])
-    return markdown(["", *runs], lines) + source(XEON, "mlperf") + source(EPYC_AVX2, "mlperf")
+    peaks = [one(rows, products=kind, unit="MiB") for kind in kinds]
+    lines.append(["peak memory of the process", *(f"{row.p50 / 1000 * 1.048576:.2f} GB" for row in peaks)])
+    header = ["", *(f"products in {kind}" for kind in kinds)]
+    return markdown(header, lines) + source(EPYC_AVX512, "step", "step --only model=mlperf")

@@ -129,7 +129,7 @@ def _apply_to_lines(function: Function, encoder: Encoder, job: Job, part: Part, 
 
     columns = function(batches())
     line = np.concatenate(starts) - part.start
-    if isinstance(part.content, bytearray):
+    if isinstance(part.content, bytes):
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
         line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
     by_label = dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))

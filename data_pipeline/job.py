@@ -98,7 +98,7 @@ class Job:
         return {name: np.flatnonzero(drawn == number) for number, name in enumerate(SPLITS)}
 
 
-def _has_lone_returns(text: bytearray) -> bool:
+def _has_lone_returns(text: bytes) -> bool:
     returns = text.count(b"\r")
     return returns > 0 and returns != text.count(b"\r\n")  # a slow search, which most texts are spared
 

@@ -52,6 +52,7 @@ _MAGIC_BYTES = 6
 _BATCH_ROWS = 1 << 16
 _LEAST_CELL_BYTES = 8  # assumed of a decoded cell if its encoded form is smaller
 _BLOCK = 1 << 20
+_BOUNDARY_BYTES = 1 << 14  # read at a time to find the end of a line
 Skip = Callable[[int], bool]
 
 
@@ -67,7 +68,7 @@ class Part:
     log: int
     number: int
     start: int
-    content: bytearray | pa.Table
+    content: bytes | pa.Table
     last: bool
 
 
@@ -109,8 +110,8 @@ def parquet_names(log: Source) -> tuple[str, ...] | None:
 
 def _first_lines(log: Source, size: int) -> bytes:
     part = next(read_parts(0, log, part_bytes=size, skip=lambda _: False))
-    assert isinstance(part.content, bytearray), "only texts have lines"
-    return bytes(part.content)
+    assert isinstance(part.content, bytes), "only texts have lines"
+    return part.content
 
 
 def layout_of(log: Source, schema: LogSchema) -> Layout | None:
@@ -220,59 +221,78 @@ def _count_plain(size: int, part_bytes: int) -> int:
 
 
 def _text_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
-    is_compressed = _compression(_magic(source)) is not None
-    size = 0 if is_compressed else identify_log(source).bytes
-    count = None if is_compressed else _count_plain(size, part_bytes)
-    room = part_bytes + LONGEST_LINE + 1  # of a part, the byte before it and the rest of its last line
-    with _decompressed(source) if is_compressed else open_log(source) as file:
-        text = bytearray()  # what has been read from `offset` on
-        for number in itertools.count() if count is None else range(count):
-            offset = max(0, number * part_bytes - 1)  # if the byte before is a newline, the part begins with a line
-            if count is None:
-                while len(text) <= room and (block := file.read(_BLOCK)):
-                    text += block
-                ended = len(text) <= room
-                if not text and not number:
-                    raise empty(source)
-            elif skip(number):
+    if _compression(_magic(source)) is not None:
+        yield from _streamed_parts(log, source, part_bytes, skip)
+        return
+    size = identify_log(source).bytes
+    count, end = _count_plain(size, part_bytes), 0
+    with open_log(source) as file:
+        for number in range(count):
+            # If the byte before is a newline, the part begins with a line.
+            begin = end or (_line_end(file, number * part_bytes - 1, size, source) if number else 0)
+            end = 0
+            if skip(number):
                 continue
-            else:
-                text = bytearray(min(room, size - offset))
-                file.seek(offset)
-                if file.readinto(text) != len(text):
-                    raise inputs_changed()
-                ended = offset + len(text) == size
-            begin = _line_end(text, 0, ended=ended, source=source) if number else 0
-            end = _line_end(text, (number + 1) * part_bytes - 1 - offset, ended=ended, source=source)
-            ends_log = ended and end == len(text)
-            is_last = ends_log if count is None else number + 1 == count
-            if count is None:
-                content = text[begin:end]
-                del text[: (number + 1) * part_bytes - 1 - offset]
-            else:
-                content = text
-                del content[end:], content[:begin]
-            _end_lines(content, ends_log=ends_log)
+            end = size if number + 1 == count else _line_end(file, (number + 1) * part_bytes - 1, size, source)
+            file.seek(begin)
+            content = file.read(end - begin)
+            if len(content) != end - begin:
+                raise inputs_changed()
+            yield Part(
+                log=log, number=number, start=begin, content=_with_ends(content, ends_log=end == size), last=number + 1 == count
+            )
+
+
+def _line_end(file: BufferedIOBase, position: int, size: int, source: Source) -> int:
+    """Return the end of the line that contains the byte at `position` of a log: after its newline, or the end of the log."""
+    file.seek(position)
+    for offset in range(position, min(size, position + LONGEST_LINE + 1), _BOUNDARY_BYTES):
+        if newline := file.read(_BOUNDARY_BYTES).find(b"\n") + 1:
+            return offset + newline
+    if size - position > LONGEST_LINE:
+        raise _too_long(source)
+    return size
+
+
+def _line_end_in(text: bytearray, position: int, source: Source, *, ended: bool) -> int:
+    """Return the same of what has been read of a log."""
+    newline = text.find(b"\n", position) + 1
+    if not newline and not ended:
+        raise _too_long(source)
+    return newline or len(text)
+
+
+def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
+    """Yield parts of a compressed log, which can't be read from anywhere but its beginning."""
+    room = part_bytes + LONGEST_LINE + 1  # of a part, the byte before it and the rest of its last line
+    text = bytearray()  # what has been read from `offset` on
+    with _decompressed(source) as file:
+        for number in itertools.count():
+            offset = max(0, number * part_bytes - 1)
+            while len(text) <= room and (block := file.read(_BLOCK)):
+                text += block
+            ended = len(text) <= room
+            if not text and not number:
+                raise empty(source)
+
+            begin = _line_end_in(text, 0, source, ended=ended) if number else 0
+            end = _line_end_in(text, (number + 1) * part_bytes - 1 - offset, source, ended=ended)
+            is_last = ended and end == len(text)
+            content = _with_ends(bytes(memoryview(text)[begin:end]), ends_log=is_last)
+            del text[: (number + 1) * part_bytes - 1 - offset]
             if not skip(number):
                 yield Part(log=log, number=number, start=offset + begin, content=content, last=is_last)
             if is_last:
                 return
 
 
-def _line_end(text: bytearray, position: int, *, ended: bool, source: Source) -> int:
-    """Return the end of the line that contains the byte at `position`: after its newline, or the end of the log."""
-    end = text.find(b"\n", position) + 1
-    if not end and not ended:
-        raise _too_long(source)
-    return end or len(text)
-
-
-def _end_lines(text: bytearray, *, ends_log: bool) -> None:
+def _with_ends(text: bytes, *, ends_log: bool) -> bytes:
     """End the last line with a newline, and drop a blank line at the end of a log, as editors leave it."""
     if text and text[-1:] != b"\n":
         text += b"\n"
     if ends_log and (blank := re.search(rb"(?:^|\n)(\r?\n)\Z", text[-3:])):
-        del text[-len(blank[1]) :]
+        text = text[: -len(blank[1])]
+    return text
 
 
 def _too_long(source: Source) -> UserError:

@@ -73,7 +73,7 @@ def _json_type(values: list[Any], column: Column) -> pa.DataType:
 
 
 def text_blocks(
-    text: bytes | bytearray, schema: LogSchema, layout: Layout | None, *, begin: int = 0, block_bytes: int = BLOCK_BYTES
+    text: bytes, schema: LogSchema, layout: Layout | None, *, begin: int = 0, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[Parsed]:
     """Parse whole lines in blocks, whose arrays take at most `block_bytes` unless a block is a single line.
 

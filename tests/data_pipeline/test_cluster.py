@@ -119,5 +119,5 @@ def test_unreachable_scheduler(options: PreprocessOptions, monkeypatch: pytest.M
 
 def test_without_dask(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(ValueError, match=r"distributed is not installed: run pip install 'comera-rec\[dask\]'"):
+    with pytest.raises(ValueError, match=r"distributed is not installed: install the extra 'dask'"):
         preprocess(replace(options, scheduler="local"))
