@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 
@@ -75,10 +76,10 @@ def _live_memory() -> np.ndarray:
 @contextmanager
 def checked_programs(seed: int = 0) -> Iterator[None]:
     """Check all programs that the interpreter runs; a check that fails raises `InterpreterError`."""
-    order, launches = random.Random(seed), list[_Launch]()
+    order, launches, interpreted = random.Random(seed), list[_Launch](), set[int]()
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     set_grid, set_program = InterpreterBuilder.set_grid_dim, InterpreterBuilder.set_grid_idx
-    set_attribute, run = TensorHandle.set_attr, GridExecutor.__call__
+    set_attribute, run, interpret = TensorHandle.set_attr, GridExecutor.__call__, interpreter._patch_lang
 
     def start(builder: InterpreterBuilder, *grid: int) -> None:
         launches[:] = [_Launch(grid, order)]
@@ -99,7 +100,16 @@ def checked_programs(seed: int = 0) -> Iterator[None]:
         assert not (handle.data % np.lcm.reduce(values)).any(), f"not all of these are multiples of {values}: {handle.data.ravel()}"
         set_attribute(handle, name, values)
 
+    def interpret_once(function: Any) -> Any:
+        """Replace the language's functions in a module, but not again at every call of a function within a launch."""
+        if launches and id(function.__globals__) in interpreted:
+            return None
+        interpreted.add(id(function.__globals__))
+        return interpret(function)
+
     def checked_run(executor: GridExecutor, *arguments: Any, **named: Any) -> None:
+        launches.clear()  # one that failed may be left
+        interpreted.clear()
         run(executor, *arguments, **named)
         launches.pop().require_no_race()
 
@@ -110,4 +120,5 @@ def checked_programs(seed: int = 0) -> Iterator[None]:
         patch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
         patch.setattr(TensorHandle, "set_attr", checked_claim)
         patch.setattr(GridExecutor, "__call__", checked_run)
+        patch.setattr(interpreter, "_patch_lang", interpret_once)
         yield
