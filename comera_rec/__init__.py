@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LAYERS = ("tt", "nn", "rank", "recsys", "convert", "recsys.sharding", "serving.export", "data.order")  # cheapest import first
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 __all__ = [
     "LinearCompression",
     "RankConfig",

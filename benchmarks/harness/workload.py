@@ -123,9 +123,9 @@ class TorchProvider:
         return output
 
     def _step(self, turn: int) -> Tensor:
-        assert self._optimizer is not None
         output = self._forward_backward(turn)
-        self._optimizer.step()
+        if self._optimizer is not None:
+            self._optimizer.step()
         return output
 
 

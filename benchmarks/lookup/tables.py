@@ -282,8 +282,9 @@ class LookupWorkload:
         ]
         if not updated:
             return TorchProvider(module, features, self.upstream, optimizer=_adagrad(module), shown=shown)
-        optimizer = torchrec.optim.RowWiseAdagrad(module.parameters(), lr=LR, eps=EPS)
-        return UpdatedProvider(module, features, self.upstream, optimizer=optimizer, prefix="collection.tt_bags.")
+        kind = torchrec.optim.RowWiseAdagrad
+        torchrec.optim.apply_optimizer_in_backward(kind, module.parameters(), {"lr": LR, "eps": EPS})
+        return UpdatedProvider(module, features, self.upstream, prefix="collection.tt_bags.")
 
     def _without_torchrec(self) -> TorchProvider:
         module = copy.deepcopy(self.tt_tables)
@@ -314,16 +315,20 @@ class PooledValues(nn.Module):
 
 
 class UpdatedProvider(TorchProvider):
-    """Our tables with cores updated in backward, as FBGEMM's are; the optimizer's step updates what else there is.
+    """Our tables with cores updated in backward, as FBGEMM's are.
 
     Args:
+        optimizer: its step updates what else there is; None if optimizers were applied in backward to all parameters.
         prefix: of the tables' names in the module.
     """
 
-    def __init__(self, module: nn.Module, batches: Any, upstream: Tensor, *, optimizer: torch.optim.Optimizer, prefix: str) -> None:
+    def __init__(
+        self, module: nn.Module, batches: Any, upstream: Tensor, *, optimizer: torch.optim.Optimizer | None = None, prefix: str
+    ) -> None:
         super().__init__(module, batches, upstream, optimizer=optimizer)
         self._prefix = prefix
-        update_in_backward_(module, optimizer)
+        if optimizer is not None:
+            update_in_backward_(module, optimizer)
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
