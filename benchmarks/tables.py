@@ -279,7 +279,7 @@ def mlperf() -> str:
     ]
     whole = [one(timed, products=kind, part="whole step") for kind in kinds]
     lines.append(["samples a second", *(f"{1000 * row.shapes['batch'] / row.p50:,.0f}" for row in whole)])
-    lines.append(["tables, dense", *(f"{row.counted['dense_gb']:.1f} GB" for row in whole)])
+    lines.append(["the model, dense", *(f"{row.counted['dense_gb']:.1f} GB" for row in whole)])
     lines.append(["tables, TT", *(f"{row.counted['table_mib']:.1f} MiB" for row in whole)])
     peaks = [one(rows, products=kind, unit="MiB") for kind in kinds]
     lines.append(["peak memory of the process", *(f"{row.p50 / 1000 * 1.048576:.2f} GB" for row in peaks)])
