@@ -105,7 +105,7 @@ def put_in_place(finished: Path, output: Path) -> None:
 
 @contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Lock an output against other processes, on this machine or on others that share its folder. A lock ends with its process.
+    """Lock an output against other processes, until this one ends; on other machines only if its folder's file system shares locks.
 
     Raises:
         ValueError: another process is writing it.

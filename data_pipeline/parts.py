@@ -228,11 +228,11 @@ def _text_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterat
     count, end = _count_plain(size, part_bytes), 0
     with open_log(source) as file:
         for number in range(count):
+            if skip(number):
+                end = 0
+                continue
             # If the byte before is a newline, the part begins with a line.
             begin = end or (_line_end(file, number * part_bytes - 1, size, source) if number else 0)
-            end = 0
-            if skip(number):
-                continue
             end = size if number + 1 == count else _line_end(file, (number + 1) * part_bytes - 1, size, source)
             file.seek(begin)
             content = file.read(end - begin)

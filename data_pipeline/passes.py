@@ -102,11 +102,13 @@ def pass_over(
         tqdm(desc=description, total=total, unit="row", unit_scale=True, disable=None, initial=rows) as bar,
         closing(work_on_parts(job, partial(_recorded, work, kind, folder), done, details or {})) as results,
     ):
-        _limit_rejected(job, records)
+        rejected = sum(record.rejected for record in records.values())
+        _limit_rejected(job, records, rejected)
         for record in results:
             bar.update(record.rows)
             records[record.key] = record
-            _limit_rejected(job, records)
+            rejected += record.rejected
+            _limit_rejected(job, records, rejected)
     return [record for _, record in sorted(records.items())]
 
 
@@ -124,10 +126,10 @@ def rejected_lines(job: Job, log: int, records: Iterable[PartRecord]) -> list[tu
     return rejected
 
 
-def _limit_rejected(job: Job, records: Mapping[Key, PartRecord]) -> None:
+def _limit_rejected(job: Job, records: Mapping[Key, PartRecord], rejected: int) -> None:
     """Stop the pass at more malformed lines than allowed, once the parts before them are done, which number the lines."""
     limit, first, numbered = job.options.max_bad_rows, "", 0
-    if sum(record.rejected for record in records.values()) <= limit:
+    if rejected <= limit:
         return
     for log in range(len(job.logs)):
         known = [records[key] for key in takewhile(records.__contains__, ((log, number) for number in count()))]

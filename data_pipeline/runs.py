@@ -148,7 +148,7 @@ def merge(runs: Sequence[Run], folder: Path, column: int, *, key_dtype: np.dtype
 def merge_in_levels(
     runs: Sequence[Run], folder: Path, *, columns: int, key_dtype: np.dtype, entries: int, workers: int
 ) -> Sequence[Run]:
-    """Merge runs until at most `FAN_IN` are left. All runs stay in the folder, so an interrupted merge can be repeated.
+    """Merge runs until at most `FAN_IN` are left. The given runs stay in the folder, so an interrupted merge can be repeated.
 
     Args:
         entries: the most entries that a worker may hold.
@@ -162,5 +162,9 @@ def merge_in_levels(
             return write_run(folder / f"merged-{level}-{first:07d}", columns_of_group)
 
         with ThreadPoolExecutor(workers) as pool:
-            runs, level = list(pool.map(merged, range(0, len(runs), FAN_IN))), level + 1
+            larger = list(pool.map(merged, range(0, len(runs), FAN_IN)))
+        for run in runs if level else ():
+            for suffix in ("keys", "counts"):
+                (folder / f"{run.name}.{suffix}").unlink()
+        runs, level = larger, level + 1
     return runs

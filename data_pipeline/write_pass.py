@@ -12,6 +12,7 @@ from typing import Any
 from data_pipeline.atomic import replacing
 from data_pipeline.count_pass import PartCounts, describe_inputs
 from data_pipeline.encoder import open_encoder
+from data_pipeline.errors import UserError
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
     SPLITS,
@@ -68,6 +69,9 @@ def write_logs(
     written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
     for record in records:
         for shard in record.shards:
+            path = job.work.data / shard.shard.path
+            if not path.exists() or path.stat().st_size != shard.shard.bytes:
+                raise UserError(f"{path} is missing or damaged: remove {job.work.data.parent} to start over")
             written[shard.split].append(shard)
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)

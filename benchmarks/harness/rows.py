@@ -27,7 +27,7 @@ class Row:
         pass_: "forward", "forward+backward", "step" (with the optimizer's update) or "run" (of a whole program); "test" of a whole
             training; "compiled" where nothing ran; "pass" in JSON.
         p20, p50, p80: percentiles over the samples.
-        unit: "ms" for time, "MiB" for the peak extra memory of one call ("mlperf": of a whole process), "NE" for the normalized
+        unit: "ms" for time, "MiB" for the peak extra memory of one call ("step": of a whole process), "NE" for the normalized
             cross-entropy of a trained model, "instructions" of a compiled kernel.
         samples: number of calls that the percentiles are taken over.
         ratios: baseline -> the baseline's p50 over this p50, in the same run; above 1 is better than the baseline.

@@ -27,7 +27,7 @@ def rerank_hot_rows_(model: nn.Module, optimizer: Optimizer | None, frequencies:
     Args:
         model: with TT tables that have hot rows; not yet sharded.
         optimizer: of the hot rows; their state is set to zero where ids trade rows. None if they have none.
-        frequencies: counts [M] of ids in recent data, by the last part of a table's path in the model: its name in a collection.
+        frequencies: counts [M] of ids in recent data, by a table's path in the model or the end of it, its name in a collection.
 
     Raises:
         ValueError: for names without such a table, a wrong number of counts, or a table whose rows are divided over processes.
@@ -42,13 +42,15 @@ def rerank_hot_rows_(model: nn.Module, optimizer: Optimizer | None, frequencies:
         >>> rerank_hot_rows_(model, None, {"pages": counts}), model["pages"].row_order[997].item() < 10
         ({'pages': 1}, True)
     """
-    paths = {path.rpartition(".")[2]: table for path, table in model.named_modules() if isinstance(table, TTTable)}
-    tables = {name: table for name, table in paths.items() if table.num_hot_rows}
+    tables = {path: table for path, table in model.named_modules() if isinstance(table, TTTable) and table.num_hot_rows}
     moved = {}
     for name, counts in frequencies.items():
-        if name not in tables:
-            raise UserError(f"{name!r} is no TT table with hot rows: the model has {sorted(tables) or 'none'}")
-        table = tables[name]
+        paths = [name] if name in tables else [path for path in tables if path.endswith(f".{name}")]
+        if len(paths) != 1:
+            raise UserError(
+                f"{name!r} names {len(paths)} TT tables with hot rows, not one: the model has {sorted(tables) or 'none'}"
+            )
+        table = tables[paths[0]]
         if counts.shape != (table.num_embeddings,):
             raise UserError(f"frequencies of {name!r} have shape {tuple(counts.shape)}: give {table.num_embeddings} counts")
         if table.whole_shape != table.shape:
@@ -72,7 +74,9 @@ def _rerank_(table: TTTable, optimizer: Optimizer | None, counts: Tensor) -> int
         fitted = values[inside].double() @ torch.linalg.pinv(_projection(block).double())
         core = block.core_0
         core[0, rows, 0] = fitted.to(core.dtype)
-        of_core = [each.state[core] for each in (optimizer, *getattr(core, "_in_backward_optimizers", ())) if each is not None]
+        of_core = [
+            each.state.get(core, {}) for each in (optimizer, *getattr(core, "_in_backward_optimizers", ())) if each is not None
+        ]
         for state in (value for states in of_core for value in states.values()):
             if isinstance(state, Tensor) and state.shape[:2] == core.shape[:2]:
                 state[:, rows] = 0

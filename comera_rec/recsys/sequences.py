@@ -69,6 +69,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
             raise UserError(f"tables have dimensions {dims}: give the same for all, or make several collections")
         self._configs = [t if isinstance(t, TTEmbeddingConfig) else TTEmbeddingConfig.from_dense(t, None) for t in tables]
         self.tables = TTEmbeddingBagCollection([config.pooled() for config in self._configs], device=device, is_pooled=False)
+        self._compressed = self.tables.embedding_bag_configs()
         for config in self._configs:
             config.feature_names = config.feature_names or [config.name]
         self._names = get_embedding_names_by_table(self._configs)
@@ -80,8 +81,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
             self.tables.dense_bags._use_gather_select = use_gather_select
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        configs = self.tables.embedding_bag_configs()
-        take_weights(configs, state_dict, f"{prefix}embeddings", f"{prefix}tables.dense_bags.embeddings", others[-1])
+        take_weights(self._compressed, state_dict, f"{prefix}embeddings", f"{prefix}tables.dense_bags.embeddings", others[-1])
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:

@@ -197,8 +197,8 @@ class RunConfig:
 
 
 Settings = TypeVar("Settings")
-_FORMER = {"ranks": ("score",), "training": ("accumulation", "clip_grad_norm")}
-"""Settings of earlier versions by section, which their runs have recorded; and so is [checkpoints]."""
+_FORMER: dict[str, dict[str, Any]] = {"ranks": {"score": None}, "training": {"accumulation": 1, "clip_grad_norm": None}}
+"""Settings of earlier versions by section, with their defaults; their runs have recorded them, and also [checkpoints]."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -243,6 +243,12 @@ def _without_former(raw: dict[str, Any]) -> dict[str, Any]:
         if isinstance(values := raw.get(section), dict):
             kept[section] = {key: value for key, value in values.items() if key not in former}
     return kept
+
+
+def former_settings(raw: dict[str, Any]) -> list[str]:
+    """List what a recorded config sets that only earlier versions did."""
+    keys = [(section, key, default) for section, former in _FORMER.items() for key, default in former.items()]
+    return [f"{section}.{key}" for section, key, default in keys if (raw.get(section) or {}).get(key, default) != default]
 
 
 def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:

@@ -63,7 +63,7 @@ class PeakMemory:
             peak = torch.cuda.max_memory_allocated(self._device) / 2**20
             torch.cuda.reset_peak_memory_stats(self._device)
             return peak
-        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        line = next((line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")), "VmHWM: 0")  # a sandbox's
         with suppress(OSError):  # a container may forbid it
             _CLEAR_REFS.write_text("5")  # the peak becomes what is resident now
         return int(line.split()[1]) / 2**10

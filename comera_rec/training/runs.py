@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from comera_rec.distributed import WORLD
 from comera_rec.training.checkpoint import Checkpoint, checkpoint_at, latest_checkpoint, open_checkpoint
-from comera_rec.training.config import RunConfig, parse_config
+from comera_rec.training.config import RunConfig, former_settings, parse_config
 from comera_rec.training.model import Schema, build_model
 from comera_rec.training.state import load_model_
 from data_pipeline.errors import UserError
@@ -64,6 +65,11 @@ def _require_run_folder(folder: Path) -> None:
 
 def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:
     """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded."""
+    if former := former_settings(record["config"]):
+        raise UserError(
+            f"{config.output} was trained with {', '.join(former)}, which this version doesn't have: resume it with the version of "
+            "comera-rec that started it, or choose another output"
+        )
     present, recorded = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
     differing = [key for key in present if present[key] != recorded[key]]
     if differing:
@@ -136,10 +142,14 @@ def load_run(folder: str | Path, *, last: bool = False) -> tuple[nn.Module, RunC
     Raises:
         ValueError: as `open_run`.
     """
-    opened = open_run(folder, last=last)
-    config = parse_config(opened.record["config"])
-    schema = Schema.from_dict(opened.record["schema"])
-    return load_model_(build_model(config, schema), opened).eval(), config, schema
+    try:
+        opened = open_run(folder, last=last)
+        config = parse_config(opened.record["config"])
+        schema = Schema.from_dict(opened.record["schema"])
+        return load_model_(build_model(config, schema), opened).eval(), config, schema
+    except (LookupError, TypeError, AttributeError, ValidationError, RuntimeError, MemoryError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder} holds a checkpoint whose model can't be made ({reason}): give another run") from error
 
 
 def load_teacher(config: RunConfig, schema: Schema, device: torch.device) -> nn.Module | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from data_pipeline import parts
 from data_pipeline.parse import REASONS_KEPT, Parsed, parse
 from data_pipeline.reference import Cell, Malformed, parse_line
 from data_pipeline.schema import Column, LogSchema, criteo_schema, detect_criteo_schema
@@ -150,3 +154,18 @@ def test_schema_by_majority() -> None:
     unlabeled = GOOD[2:]
     assert not detect_criteo_schema(b"\n".join([unlabeled, GOOD, unlabeled, b""])).labels
     assert detect_criteo_schema(b"\n".join([unlabeled, GOOD, GOOD, b""])).labels
+
+
+def test_a_part_alone_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, positions = tmp_path / "log.txt", list[int]()
+    log.write_bytes(b"0123456789abcde\n" * 1000)
+
+    class Watched(io.FileIO):
+        def seek(self, position: int, *whence: int) -> int:
+            positions.append(position)
+            return super().seek(position, *whence)
+
+    monkeypatch.setattr(parts, "open_log", Watched)
+    [part] = parts.read_parts(0, log, part_bytes=160, skip=(50).__ne__)
+    assert (part.start, part.content) == (8000, log.read_bytes()[8000:8160])
+    assert len(positions) <= 4

@@ -308,6 +308,8 @@ def test_momenta_of_divided_cores_are_saved_by_all_and_loaded_on_any_number_of_p
     fresh = torch.optim.Adam(single.parameters())
     with pytest.raises(ValueError, match="the Adam has no state yet to load into: let it take a step"):
         load_optimizer_state_(single, fresh, optimizer_state(single, fresh))
+    with pytest.raises(ValueError, match="the Adam has no state yet to load into"):
+        load_optimizer_state_(single, fresh, state["optimizer"])
 
 
 def mistakes(rank: int) -> list[str]:

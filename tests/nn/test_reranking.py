@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -58,8 +60,15 @@ def test_differences_by_chance_move_nothing() -> None:
 
 def test_mistakes_are_named() -> None:
     model, _ = trained()
-    with pytest.raises(ValueError, match=r"'users' is no TT table with hot rows: the model has \['pages'\]"):
+    with pytest.raises(ValueError, match=r"'users' names 0 TT tables with hot rows, not one: the model has \['pages'\]"):
         rerank_hot_rows_(model, None, {"users": torch.zeros(ROWS)})
+    both = nn.ModuleDict({"a": model, "b": copy.deepcopy(model)})
+    with pytest.raises(ValueError, match="'pages' names 2 TT tables"):
+        rerank_hot_rows_(both, None, {"pages": torch.zeros(ROWS)})
+    others = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    counts = torch.zeros(ROWS).index_fill(0, torch.tensor([ROWS - 1]), 100)
+    assert rerank_hot_rows_(both, others, {"b.pages": counts}) == {"b.pages": 1}
+    assert not others.state_dict()["state"]
     with pytest.raises(ValueError, match=r"frequencies of 'pages' have shape \(5,\): give 600 counts"):
         rerank_hot_rows_(model, None, {"pages": torch.zeros(5)})
 

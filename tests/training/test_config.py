@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from comera_rec.training.config import load_config, parse_config
+from comera_rec.training.config import former_settings, load_config, parse_config
 from comera_rec.training.model import Schema
 
 MINIMAL = {"output": "runs/x", "data": {"path": "data"}}
@@ -86,3 +86,9 @@ def test_bad_override_and_bad_file(tmp_path: Path) -> None:
     path.write_text("output = ")
     with pytest.raises(ValueError, match=r"run\.toml can't be parsed"):
         load_config(path)
+
+
+def test_settings_of_earlier_versions_are_known() -> None:
+    recorded = {"training": {"accumulation": 4, "clip_grad_norm": None}, "ranks": {"score": "norm"}}
+    assert former_settings(recorded) == ["ranks.score", "training.accumulation"]
+    assert not former_settings({"training": {"accumulation": 1}, "ranks": None})

@@ -130,14 +130,15 @@ class ShardedTTManagedCollisions(ShardedModule[KJTList, list[Tensor], _Output, M
         return pooled, self._managed_collision_collection.output_dist(ctx, ctx.remapped)
 
     def _reset_hot_rows(self, evictions: Mapping[str, Tensor | None]) -> None:
-        """Set hot rows of new ids to zero, by table's rows of this process; all processes have replicas, and evict together."""
-        for name, rows in evictions.items():
+        """Set hot rows of new ids to zero, by table's rows of this process, which may be none; all processes have replicas."""
+        for name, evicted in evictions.items():
             table = self._part.bags[name]
-            if rows is None or not table.num_hot_rows:
+            if not table.num_hot_rows:
                 continue
-            is_new = torch.zeros(table.num_hot_rows, dtype=torch.uint8, device=rows.device)
-            rows = rows + table.first_row
-            is_new[rows[rows < table.num_hot_rows]] = 1
+            is_new = torch.zeros(table.num_hot_rows, dtype=torch.uint8, device=table.core_0.device)
+            if evicted is not None:
+                rows = evicted + table.first_row
+                is_new[rows[rows < table.num_hot_rows]] = 1
             dist.all_reduce(is_new, dist.ReduceOp.MAX, group=self._group)
             for block in table.hot_blocks():
                 core = block.core_0

@@ -59,10 +59,12 @@ def load_optimizer_state_(model: nn.Module, optimizer: Optimizer, state: Mapping
     Raises:
         ValueError: if `state` lacks an entry, or the optimizer has no state to load it into, as Adam before its first step.
     """
-    entries = list(_entries(model, optimizer))
-    if not (entries or state) and any(group.get("momentum") != 0 for group in unwrapped(optimizer).param_groups):
+    entries, inner = list(_entries(model, optimizer)), unwrapped(optimizer)
+    has_state = any(group.get("momentum") != 0 for group in inner.param_groups)  # not SGD without momentum
+    trained = [each for group in inner.param_groups for each in group["params"] if each.requires_grad and not is_fused(each)]
+    if not entries and (state or (has_state and trained)):
         raise UserError(
-            f"the {type(unwrapped(optimizer)).__name__} has no state yet to load into: let it take a step, load the model, and "
+            f"the {type(inner).__name__} has no state yet to load into: let it take a step, load the model, and "
             "then what optimizer_state returns"
         )
     for name, key, parameter, target in entries:

@@ -116,8 +116,10 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         if group.rank() == 0:
             try:
                 found = [self.plan(module, sharders or [TTEmbeddingBagCollectionSharder(), *get_default_sharders()])]
-            except Exception as error:
+            except PlannerError as error:
                 found = [error]
+            except Exception as error:  # which others may not be able to unpickle
+                found = [RuntimeError(f"{type(error).__name__}: {error}")]
         # TorchRec's version broadcasts from the world's first process, and so hangs for groups without it.
         dist.broadcast_object_list(found, group=group, group_src=0)
         [plan] = found
