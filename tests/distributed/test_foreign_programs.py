@@ -17,7 +17,7 @@ from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 3
+STEPS = 50
 KINDS = {"user": "row_wise", "item": "table_wise", "place": "data_parallel", "day": "table_wise"}
 
 

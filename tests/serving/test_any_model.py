@@ -38,7 +38,7 @@ torch.save([model(*tensors) for tensors in torch.load(requests)], answers)
 
 @cache
 def trained(name: str) -> tuple[type[Program], Any]:
-    """A program's model after two dozen steps."""
+    """A program's model after 50 steps."""
     torch.manual_seed(1)
     program = PROGRAMS[name]
     model: Any = program.model("cpu")
@@ -46,7 +46,7 @@ def trained(name: str) -> tuple[type[Program], Any]:
     table.set_row_order_(torch.randperm(table.num_embeddings))
     optimizer = program.dense_optimizer([each for _, each in in_backward_optimizer_filter(model.named_parameters())])
     losses = []
-    for step in range(24):
+    for step in range(50):
         optimizer.zero_grad()
         loss, _ = model(batch(step % 4, range(2)))
         loss.backward()
