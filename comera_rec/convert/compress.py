@@ -171,7 +171,9 @@ def _compressed_tables(
     tables = list(_tables(model, filter_fn))
     if tables:
         compression.require_tables([table.config.name for table in tables])
-    shared, reasons = _reasons_to_stay_dense(model, tables), dict[str, str]()
+    shared, reasons = _reasons_to_stay_dense(model, tables), _subclasses(model, filter_fn)
+    for name, why in reasons.items():
+        _LOGGER.info("%s: stays as it is: %s", name, why)
     dense = {k for k, table in enumerate(tables) if k in shared or compression.reason_to_stay_dense(table.config)}
     orders = _row_orders(row_order, [table for k, table in enumerate(tables) if k not in dense], compression, importance)
     of_orders = sum(
@@ -254,6 +256,17 @@ def _tables(model: nn.Module, filter_fn: FilterFn | None) -> Iterator[_Table]:
             rows, columns = module.num_embeddings, module.embedding_dim
             sizes = {"num_embeddings": rows, "embedding_dim": columns}
             yield _Table(EmbeddingBagConfig(name=name or "the model", feature_names=["ids"], **sizes), module, None)
+
+
+def _subclasses(model: nn.Module, filter_fn: FilterFn | None) -> dict[str, str]:
+    """Return why modules of classes derived from those of `_tables` stay as they are, by name: they may do something else."""
+    kinds = (*_COLLECTIONS, nn.Embedding, nn.EmbeddingBag)
+    return {
+        name or "the model": f"it is a {type(module).__name__}, not the {kind.__name__} that it is derived from"
+        for name, module in model.named_modules()
+        for kind in kinds
+        if isinstance(module, kind) and type(module) not in kinds and (filter_fn is None or filter_fn(module, name))
+    }
 
 
 def _configs(module: Any) -> Any:

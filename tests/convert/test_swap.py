@@ -326,3 +326,15 @@ def test_tables_of_all_kinds_share_a_budget_beside_linear_layers() -> None:
 def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TableCompression(**arguments)
+
+
+def test_derived_classes_are_named() -> None:
+    class Doubled(nn.EmbeddingBag):
+        def forward(self, *arguments: Any, **options: Any) -> Tensor:
+            return 2 * super().forward(*arguments, **options)
+
+    model = nn.ModuleDict({"bag": Doubled(20_000, 8)})
+    with pytest.raises(
+        ValueError, match=r"no table was compressed \('bag': it is a Doubled, not the EmbeddingBag that it is derived"
+    ):
+        compress_(model, tables=TableCompression(tt_ranks=2))
