@@ -274,7 +274,6 @@ def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> It
             ended = len(text) <= room
             if not text and not number:
                 raise empty(source)
-
             begin = _line_end_in(text, 0, source, ended=ended) if number else 0
             end = _line_end_in(text, (number + 1) * part_bytes - 1 - offset, source, ended=ended)
             is_last = ended and end == len(text)

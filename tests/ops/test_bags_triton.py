@@ -418,6 +418,16 @@ def test_constants_stay_when_a_table_has_lost_all_ranks(monkeypatch: pytest.Monk
     assert seen[0] == seen[1] == seen[2]
 
 
+def test_autocast_leaves_lookups_of_order_3_alone(device: str) -> None:
+    tables = make_tables(shapes=[TTShape((5, 4, 3), (2, 2, 2), (3, 3))])
+    ids, offsets = draw(tables, [1, 2, 0])
+    expected = look_up(tables.to(device), ids, offsets, "triton")
+    with torch.autocast(device, torch.bfloat16):
+        actual = look_up(tables, ids, offsets, "triton")
+    gradients = [torch.autograd.grad(out.square().sum(), list(tables.parameters())) for out in (actual, expected)]
+    torch.testing.assert_close((actual, *gradients[0]), (expected, *gradients[1]))
+
+
 def test_unused_slices_between_used_ones_have_no_owner(device: str) -> None:
     tables = make_tables(shapes=[TTShape((300, 1), (2, 2), (3,))])
     check(tables, [torch.tensor([0, 1, 150, 299])], torch.arange(5), device)
