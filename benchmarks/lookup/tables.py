@@ -29,6 +29,8 @@ from benchmarks.lookup.rivals import Batch, EmbeddingBags, FbgemmTables, rows_of
 from comera_rec.nn import update_in_backward_
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import tt_bags
+from comera_rec.ops.bags import TableGroup
+from comera_rec.ops.bags.updates import UntilChanged
 from data_pipeline.planted_columns import CATEGORY_SPECS
 
 try:
@@ -53,7 +55,7 @@ OURS, UPDATED = "TTEmbeddingBagCollection", "TTEmbeddingBagCollection, updated i
 TT = "TT tables"
 STEPS = {f"TT tables, {name}{how}": (name, bool(how)) for name in ("row-wise Adagrad", "Adagrad") for how in ("", ", CUDA graph")}
 """Steps on a GPU -> the optimizer that updates cores in backward, and whether the step is a graph."""
-ON_CPU, ON_GPU = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED), (DENSE, FBGEMM, TT, *STEPS)
+ON_CPU, ON_GPU = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED), (DENSE, FBGEMM, TT, *STEPS, UPDATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,7 @@ class TTTables(nn.Module):
 
     def __init__(self, case: LookupCase, device: str) -> None:
         super().__init__()
+        self._group: UntilChanged[TableGroup] = UntilChanged()
         self.bags = nn.ModuleDict(
             {
                 f"t{t}": cr.TTEmbeddingBag(count, case.dim, shape=shape, include_last_offset=True, device=device)
@@ -137,8 +140,11 @@ class TTTables(nn.Module):
         """Look up ids [T * L], table after table, with offsets [T * B + 1]; returns [B, T * N]."""
         tables = self.tables()
         plan = plan_tables([[ids] for ids in values.chunk(len(tables))], tables, [["ids"]] * len(tables))
-        parts = [table.forward_parameters() for table in tables]
-        return tt_bags(parts, plan, offsets, num_cols=tables[0].embedding_dim, features=len(tables))
+        group = self._group.get(
+            [each for table in tables for each in table.lookup_parameters()],
+            lambda: TableGroup([table.forward_parameters() for table in tables]),
+        )
+        return tt_bags(group, plan, offsets, num_cols=tables[0].embedding_dim, features=len(tables))
 
 
 class LookupWorkload:

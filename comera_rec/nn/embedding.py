@@ -55,7 +55,7 @@ class TTEmbedding(TTTable):
             ValueError: naming the id and the limit, if an id is out of range (checked on CPU).
         """
         ends = torch.arange(input.numel() + 1, device=input.device)  # bags of one id
-        rows_TN = tt_bags([self.forward_parameters()], self.plan(input), ends, num_cols=self.embedding_dim, impl=self.impl)
+        rows_TN = tt_bags(self.group(), self.plan(input), ends, num_cols=self.embedding_dim, impl=self.impl)
         rows = rows_TN.view(*input.shape, self.embedding_dim)
         return rows if self.padding_idx is None else rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
 

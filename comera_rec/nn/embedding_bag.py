@@ -106,7 +106,7 @@ class TTEmbeddingBag(TTTable):
                 "give a weight for each id, in the same shape"
             )
         return tt_bags(
-            [self.forward_parameters()],
+            self.group(),
             self.plan(input),
             self._bag_ends(input, offsets),
             num_cols=self.embedding_dim,

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from comera_rec.nn.hot_rows import HotRows, require_blocks
 from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, plan_lookup
-from comera_rec.ops.bags import Table, require_bags_impl, resolve_bags_impl
-from comera_rec.ops.bags.updates import can_update, register_update, unregister_update
+from comera_rec.ops.bags import Table, TableGroup, require_bags_impl, resolve_bags_impl
+from comera_rec.ops.bags.updates import UntilChanged, can_update, register_update, unregister_update
 from comera_rec.tt import TTShape, require_positive, slice_major
 from data_pipeline.errors import UserError
 
@@ -62,6 +62,7 @@ class TTTable(TTModule):
         super().__init__(num_embeddings, embedding_dim, shape, std, device=device, dtype=dtype)
         self.impl = impl
         self.name = name
+        self._group: UntilChanged[TableGroup] = UntilChanged()
         self.hot_rows = nn.ModuleList()
         self.reset_parameters()
         for rows, width in hot_rows:
@@ -121,6 +122,17 @@ class TTTable(TTModule):
                 "ignored_modules, and replicate it or shard it by TorchRec"
             )
         return Table(cores, self.rank_parameters(), [rows.block() for rows in self.hot_blocks()], self.first_row)
+
+    def group(self) -> TableGroup:
+        """Return the table in the form that a lookup of it alone takes."""
+        if torch.compiler.is_compiling():
+            return TableGroup([self.forward_parameters()])
+        return self._group.get(self.lookup_parameters(), lambda: TableGroup([self.forward_parameters()]))
+
+    def lookup_parameters(self) -> list[Any]:
+        """List what lookups read, hot rows included."""
+        blocks: Any = self._modules["hot_rows"]  # faster than attributes
+        return [*self._parameters.values(), *(each for rows in blocks._modules.values() for each in rows._parameters.values())]
 
     def hot_blocks(self) -> Iterator[HotRows]:
         """Yield the blocks of `hot_rows`, the most frequent ids first."""

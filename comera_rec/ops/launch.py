@@ -35,10 +35,25 @@ class Launch:
         if _recorders:
             _recorders[-1].append((self, tensors))
             return
-        with torch.cuda.device_of(next(iter(tensors.values()))):
-            self.kernel[self.grid](
+        with torch.cuda.device_of(first := next(iter(tensors.values()))):
+            # Triton finds a kernel anew in every launch, in tens of microseconds: where nothing that it is compiled for differs,
+            # the one that it found is launched again.
+            key = (
+                self.kernel, *self.constants.values(), self.num_warps, self.num_stages, first.get_device(), *tensors,
+                *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors.values()],
+                *[number > _LARGEST for number in self.numbers.values()],
+            )  # fmt: skip
+            compiled = _COMPILED.get(key)
+            if compiled is not None:
+                arguments = {**tensors, **self.numbers, **self.constants}
+                grid = (*self.grid, 1, 1)[:3]
+                compiled[grid](*[arguments[name] for name in self.kernel.arg_names])
+                return
+            compiled = self.kernel[self.grid](
                 **tensors, **self.numbers, **self.constants, **self.OPTIONS, num_warps=self.num_warps, num_stages=self.num_stages
             )
+            if compiled is not None:  # not in the interpreter
+                _COMPILED[key] = compiled
 
     @property
     def variant(self) -> tuple[object, ...]:
@@ -57,6 +72,9 @@ def recorded_launches() -> Iterator[list[tuple[Launch, Mapping[str, Tensor]]]]:
 
 
 _recorders: list[list[tuple[Launch, Mapping[str, Tensor]]]] = []
+_COMPILED: dict[tuple[object, ...], Any] = {}
+_LARGEST = 0x7FFFFFFF
+"""Larger numbers are arguments of another type."""
 
 
 def rank_bucket(rank: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, KeyedTensor, PoolingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, pooling_type_to_str
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -20,11 +20,11 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
-from comera_rec.ops.bags import Slots, Table, write_slots
-from comera_rec.ops.bags.updates import update_kinds
+from comera_rec.ops.bags import Slots, TableGroup, write_slots
+from comera_rec.ops.bags.updates import UntilChanged, update_kinds
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
-from comera_rec.recsys.keyed import in_order, joined, repeated, require_features, take_weights
+from comera_rec.recsys.keyed import in_order, joined, lengths_of, repeated, require_features, take_weights, values_by_feature
 from data_pipeline.errors import UserError
 
 
@@ -72,6 +72,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             config.feature_names = config.feature_names or [config.name]
         self.update_in_backward = True
         self.is_pooled = is_pooled
+        self._kept_lookups: UntilChanged[list[_Lookup]] = UntilChanged()
         self._configs = configs
         self._is_weighted = is_weighted
         self._device = torch.device(device or "cpu")
@@ -107,8 +108,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             ValueError: naming the table, the id and the limit, if an id of a TT table is out of range (checked on CPU).
         """
         require_features(features, self._configs, is_pooled=self.is_pooled)
-        by_feature = features.to_dict()
-        plans = {_names(configs): self._plan_group(configs, by_feature, parallel=False) for configs in self._groups()}
+        ids = values_by_feature(features)
+        plans = {lookup.tables: self._plan(lookup, ids, parallel=False) for lookup in self._lookups()}
         vars(features).setdefault(_PLANS, {})[self._what_plans_depend_on()] = (_version(features.values()), plans)
 
     @one_call_in_fx
@@ -128,13 +129,13 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """
         features = maybe_td_to_kjt(features, None)
         require_features(features, self._configs, is_pooled=self.is_pooled)
-        by_feature, plans = features.to_dict(), self._plans_made_ahead(features)
-        self._check_dense_ids(by_feature)
+        ids, plans = values_by_feature(features), self._plans_made_ahead(features)
+        self._check_dense_ids(ids)
         if not self._configs:
             return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))
-        groups = self._groups()
-        if self._can_share_bags(groups, features):
-            pooled = self._shared_bags(groups, features, by_feature, plans)
+        lookups = self._lookups()
+        if self._can_share_bags(lookups, features):
+            pooled = self._shared_bags(lookups, features, ids, plans)
             return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=pooled)
         dim = 1 if self.is_pooled else 0
         parts: dict[str, Tensor] = {}
@@ -150,14 +151,13 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             names = [feature for config in self._tt_configs for feature in config.feature_names]
             parts |= zip(self._tt_keys, repeated(bags, inverse_indices, names), strict=True)
             return in_order(self._keys, parts, dim)
-        for configs in groups:
-            keys, values = self._keys_of(configs), self._pool_group(configs, features, by_feature, plans)
-            if self.is_pooled and keys == self._keys:
-                return KeyedTensor(keys=keys, length_per_key=self._lengths, values=values)
-            names = [feature for config in configs for feature in config.feature_names]
+        for lookup in lookups:
+            values = self._look_up(lookup, features, ids, plans)
+            if self.is_pooled and lookup.keys == self._keys:
+                return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=values)
             # `shape[0]`, because `len` would make a constant of it in torch.export.
-            sizes = [configs[0].embedding_dim if self.is_pooled else by_feature[name].values().shape[0] for name in names]
-            parts |= zip(keys, values.split(sizes, dim), strict=True)
+            sizes = [lookup.num_cols if self.is_pooled else ids[name].shape[0] for name in lookup.features]
+            parts |= zip(lookup.keys, values.split(sizes, dim), strict=True)
         return in_order(self._keys, parts, dim)
 
     def different_bags(self, features: KeyedJaggedTensor) -> list[Tensor]:
@@ -166,21 +166,21 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         Returns:
             For each feature of each table [B_f, N_f], where feature f has B_f bags: see `repeated`.
         """
-        by_feature, plans = features.to_dict(), self._plans_made_ahead(features)
+        ids, plans = values_by_feature(features), self._plans_made_ahead(features)
+        num_bags = dict(zip(features.keys(), features.stride_per_key(), strict=True))
         parts: dict[str, Tensor] = {}
-        for configs in self._groups():
-            pooled = self._pool_group(configs, features, by_feature, plans, in_one_batch=False)
-            sizes = [by_feature[feature].lengths().shape[0] for config in configs for feature in config.feature_names]
-            parts |= zip(self._keys_of(configs), pooled.split(sizes), strict=True)
+        for lookup in self._lookups():
+            pooled = self._look_up(lookup, features, ids, plans, in_one_batch=False)
+            parts |= zip(lookup.keys, pooled.split([num_bags[name] for name in lookup.features]), strict=True)
         return [parts[key] for key in self._tt_keys]
 
-    def _can_share_bags(self, groups: Sequence[Sequence[TTEmbeddingBagConfig]], features: KeyedJaggedTensor) -> bool:
+    def _can_share_bags(self, lookups: Sequence[_Lookup], features: KeyedJaggedTensor) -> bool:
         """Whether all lookups can write into one tensor: bags of one width and number, by CPU operators, outside of tracers."""
         return (
             self.is_pooled
-            and bool(groups)
+            and bool(lookups)
             and self._has_one_width
-            and all(_takes_slots(self.tt_bag(configs[0].name)) for configs in groups)
+            and all(lookup.takes_slots for lookup in lookups)
             and features.inverse_indices_or_none() is None
             and type(features.values()) is Tensor
             and not torch.compiler.is_compiling()
@@ -189,16 +189,16 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     def _shared_bags(
         self,
-        groups: Sequence[Sequence[TTEmbeddingBagConfig]],
+        lookups: Sequence[_Lookup],
         features: KeyedJaggedTensor,
-        by_feature: dict[str, JaggedTensor],
+        ids: Mapping[str, Tensor],
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
     ) -> Tensor:
         """Pool all features, [B, sum of N_f]: TT tables write their bags where they belong, dense ones are copied there."""
         bags = None
-        for configs in groups:
-            slots = Slots([self._slots[key] for key in self._keys_of(configs)], len(self._keys), bags)
-            bags = self._pool_group(configs, features, by_feature, plans, slots)
+        for lookup in lookups:
+            slots = Slots([self._slots[key] for key in lookup.keys], len(self._keys), bags)
+            bags = self._look_up(lookup, features, ids, plans, slots)
         assert bags is not None
         if self.dense_bags is not None:
             dense = self.dense_bags(features)
@@ -224,14 +224,20 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
         return [key for config in configs for key in self._names[config.name]]
 
-    def _check_dense_ids(self, by_feature: dict[str, JaggedTensor]) -> None:
+    def _check_dense_ids(self, ids: Mapping[str, Tensor]) -> None:
         """Check the ids of dense tables: FBGEMM may return another table's row for a wrong id. Plans check those of TT tables."""
         for config in (config for config in self._configs if not config.is_tt):
             for feature in config.feature_names:
-                check_ids(by_feature[feature].values(), config.num_embeddings, f"table {config.name!r} (feature {feature!r})")
+                check_ids(ids[feature], config.num_embeddings, f"table {config.name!r} (feature {feature!r})")
 
-    def _groups(self) -> list[list[TTEmbeddingBagConfig]]:
+    def _lookups(self) -> Sequence[_Lookup]:
         """Group tables that differ only in row modes and ranks, which share a lookup; on GPUs zeros pad ranks of similar size."""
+        if torch.compiler.is_compiling():
+            return self._make_lookups()
+        parameters = [each for name in self.tt_bags for each in self.tt_bag(name).lookup_parameters()]
+        return self._kept_lookups.get(parameters, self._make_lookups)
+
+    def _make_lookups(self) -> list[_Lookup]:
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
         tables = [self.tt_bag(config.name) for config in self._tt_configs]
         cores = [table.core_0 for table in tables]
@@ -239,56 +245,52 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             ranks = () if core.device.type == "cpu" else tuple(map(rank_bucket, table.shape.ranks))
             group_key = (table.mode, core.dtype, table.embedding_dim, table.shape.col_shape, ranks, updated)
             groups.setdefault(group_key, []).append(config)
-        return list(groups.values())
+        modules = [[self.tt_bag(config.name) for config in configs] for configs in groups.values()]
+        return [_Lookup(*group, self._keys_of(group[0])) for group in zip(groups.values(), modules, strict=True)]
 
-    def _plan_group(
-        self, configs: Sequence[TTEmbeddingBagConfig], by_feature: dict[str, JaggedTensor], *, parallel: bool = True
-    ) -> LookupPlan | PairPlan:
-        return plan_tables(
-            [[by_feature[feature].values() for feature in config.feature_names] for config in configs],
-            [self.tt_bag(config.name) for config in configs],
-            [[f"table {config.name!r} (feature {feature!r})" for feature in config.feature_names] for config in configs],
-            parallel=parallel,
-        )
+    def _plan(self, lookup: _Lookup, ids: Mapping[str, Tensor], *, parallel: bool = True) -> LookupPlan | PairPlan:
+        of_tables = [[ids[feature] for feature in config.feature_names] for config in lookup.configs]
+        return plan_tables(of_tables, lookup.modules, lookup.messages, parallel=parallel)
 
-    def _pool_group(
+    def _look_up(
         self,
-        configs: Sequence[TTEmbeddingBagConfig],
+        lookup: _Lookup,
         batch: KeyedJaggedTensor,
-        by_feature: dict[str, JaggedTensor],
+        ids: Mapping[str, Tensor],
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
         slots: Slots | None = None,
         *,
         in_one_batch: bool = True,
     ) -> Tensor:
-        """Pool a group's F features, [B, F * N] or into slots; if not `is_pooled`, look up their rows, [sum of L_f, N].
+        """Pool a lookup's F features, [B, F * N] or into slots; if not `is_pooled`, look up their rows, [sum of L_f, N].
 
         If not `in_one_batch`, feature f has B_f bags: [sum of B_f, N].
         """
-        tables = [self.tt_bag(config.name) for config in configs]
-        names = [feature for config in configs for feature in config.feature_names]
-        features = [by_feature[feature] for feature in names]
+        weights = None
+        if self._is_weighted:
+            weights_by_feature = values_by_feature(batch, batch.weights())
+            weights = joined([weights_by_feature[name] for name in lookup.features])
         if not self.is_pooled:
-            offsets = torch.arange(1 + sum(feature.values().shape[0] for feature in features), device=batch.device())
-        elif names == batch.keys():  # the batch has these offsets already
+            offsets = torch.arange(1 + sum(ids[name].shape[0] for name in lookup.features), device=batch.device())
+        elif lookup.features == batch.keys():  # the batch has these offsets already
             offsets = batch.offsets()
         else:
-            offsets = F.pad(joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0))
+            offsets = F.pad(lengths_of(batch, lookup.features).long().cumsum(0), (1, 0))
         return tt_bags(
-            self.forward_parameters(tables),
-            plans.get(_names(configs)) or self._plan_group(configs, by_feature),
+            self.forward_parameters(lookup.group),
+            plans.get(lookup.tables) or self._plan(lookup, ids),
             offsets,
-            num_cols=configs[0].embedding_dim,
-            mode=tables[0].mode,
-            per_sample_weights=joined([feature.weights() for feature in features]) if self._is_weighted else None,
-            features=len(features) if in_one_batch and self.is_pooled else 1,
+            num_cols=lookup.num_cols,
+            mode=lookup.mode,
+            per_sample_weights=weights,
+            features=len(lookup.features) if in_one_batch and self.is_pooled else 1,
             update_in_backward=self.update_in_backward,
             slots=slots,
         ).float()
 
-    def forward_parameters(self, tables: Sequence[TTEmbeddingBag]) -> list[Table]:
+    def forward_parameters(self, group: TableGroup) -> TableGroup:
         """Return the parameters of tables that share a lookup; sharded collections override it to reduce gradients."""
-        return [table.forward_parameters() for table in tables]
+        return group
 
     def tt_configs(self) -> list[TTEmbeddingBagConfig]:
         """The configs of the TT tables, in order."""
@@ -343,16 +345,21 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._device
 
 
-def _takes_slots(table: TTEmbeddingBag) -> bool:
-    core = table.core_0
-    return core.device.type == "cpu" and core.dtype == torch.float32 and table.shape.order > 1
-
-
 _PLANS = "plans_made_ahead"  # attribute of features: by what plans depend on, the version of the values and the plans
 
 
-def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:
-    return tuple(config.name for config in configs)
+class _Lookup:
+    """Tables that share a lookup, and what all batches need of them."""
+
+    def __init__(self, configs: Sequence[TTEmbeddingBagConfig], modules: Sequence[TTEmbeddingBag], keys: list[str]) -> None:
+        self.configs, self.modules, self.keys = configs, modules, keys
+        self.group = TableGroup([module.forward_parameters() for module in modules])
+        self.tables = tuple(config.name for config in configs)
+        self.features = [feature for config in configs for feature in config.feature_names]
+        self.messages = [[f"table {config.name!r} (feature {feature!r})" for feature in config.feature_names] for config in configs]
+        self.num_cols, self.mode = configs[0].embedding_dim, modules[0].mode
+        core = modules[0].core_0
+        self.takes_slots = core.device.type == "cpu" and core.dtype == torch.float32 and modules[0].shape.order > 1
 
 
 def _version(values: Tensor) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import reorder_inverse_indices
@@ -37,6 +38,24 @@ def require_features(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddin
         raise UserError(
             "features have different batch sizes: give the KeyedJaggedTensor inverse indices, or one batch size for all"
         )
+
+
+def values_by_feature(features: KeyedJaggedTensor, values: Tensor | None = None) -> dict[str, Tensor]:
+    """Split a batch's ids, or other values [sum of L_f], by feature, as `features.to_dict()` does ten times as slowly."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        tensors = features.to_dict().items()
+        return {key: tensor.values() if values is None else tensor.weights() for key, tensor in tensors}
+    parts = (features.values() if values is None else values).split(features.length_per_key())
+    return dict(zip(features.keys(), parts, strict=True))
+
+
+def lengths_of(features: KeyedJaggedTensor, names: Sequence[str]) -> Tensor:
+    """Return the lengths of some features' bags, [sum of B_f], in the order of the names."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        tensors = features.to_dict()
+        return joined([tensors[name].lengths() for name in names])
+    by_key = dict(zip(features.keys(), features.lengths().split(features.stride_per_key()), strict=True))
+    return joined([by_key[name] for name in names])
 
 
 def take_weights(configs: Sequence[BaseEmbeddingConfig], state_dict: dict[str, Any], old: str, new: str, errors: list[str]) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from comera_rec.data import Batch
 from comera_rec.distributed import WORLD
@@ -67,8 +67,8 @@ class CapturedUpdate:
     Args:
         update: batch -> its loss. Python values in it stay as they were when captured; it must not wait for the
             device.
-        optimizer: the model's optimizer, made with `fused=True` or `capturable=True`. If the learning rate follows a schedule, make
-            it a tensor, which a graph reads in every step.
+        optimizer: the model's optimizer, made with `fused=True` or `capturable=True`, or Adagrad without decay. If learning rates
+            follow a schedule, make them tensors, which a graph reads in every step; Adagrad can't read tensors there.
         recorder: what captures and replays.
 
     Raises:
@@ -79,10 +79,12 @@ class CapturedUpdate:
         if WORLD.several:
             raise UserError("capture is on and several processes train together: set training.capture=false")
         for group in optimizer.param_groups:
-            if "capturable" not in group or not (group["capturable"] or group.get("fused")):
+            # Without decay, an Adagrad's rule doesn't depend on the number of the step, which is kept on the host.
+            is_adagrad = type(optimizer) is Adagrad and not group["lr_decay"] and not isinstance(group["lr"], Tensor)
+            if not (is_adagrad or ("capturable" in group and (group["capturable"] or group.get("fused")))):
                 raise UserError(
-                    f"capture is on and a step of {type(optimizer).__name__} can't be captured: build Adam or AdamW with "
-                    "fused=True, or set training.capture=false"
+                    f"capture is on and a step of {type(optimizer).__name__} with these settings can't be captured: build Adam or "
+                    "AdamW with fused=True, or Adagrad with constant rates, or set training.capture=false"
                 )
         self._update, self._optimizer, self._recorder = update, optimizer, recorder
         self.reset()
@@ -134,11 +136,12 @@ def _constant(rate: float | Tensor) -> Hashable:
 @contextmanager
 def _capturable(optimizer: Optimizer) -> Iterator[None]:
     """Set an optimizer's flag `capturable` during a capture; outside of one, the flag causes warnings and slows down steps."""
-    flags = [group["capturable"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
+    groups = [group for group in optimizer.param_groups if "capturable" in group]
+    flags = [group["capturable"] for group in groups]
+    for group in groups:
         group["capturable"] = True
     try:
         yield
     finally:
-        for group, flag in zip(optimizer.param_groups, flags, strict=True):
+        for group, flag in zip(groups, flags, strict=True):
             group["capturable"] = flag

@@ -42,9 +42,9 @@ class TrainingStep:
         self._task_weights = weights / weights.mean()  # with mean 1, so that the price of ranks doesn't depend on their sum
         self.update: Callable[[Batch], Tensor] = self._update
         if config.training.capture and device.type == "cuda":
-            self.update = CapturedUpdate(self._update, state.optimizer, CudaRecorder(device))
             for group in state.optimizer.param_groups if self._rates_vary else ():  # a graph reads tensors in every step
                 group["lr"] = torch.tensor(group["lr"], device=device)
+            self.update = CapturedUpdate(self._update, state.optimizer, CudaRecorder(device))
 
     def __call__(self, number: int, batches: Iterator[Batch]) -> Tensor:
         """Take a step; return the task loss, which stays on the device."""

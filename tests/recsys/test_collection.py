@@ -128,7 +128,7 @@ def test_weights_keep_their_precision_beside_16_bit_tables() -> None:
 
 def grouped(collection: TTEmbeddingBagCollection) -> list[list[str]]:
     """Names of the tables that share a lookup."""
-    return [[config.name for config in group] for group in collection._groups()]
+    return [list(lookup.tables) for lookup in collection._lookups()]
 
 
 def test_tables_still_share_a_lookup_after_their_ranks_change(random_jagged: MakeJagged) -> None:

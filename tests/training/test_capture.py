@@ -18,6 +18,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from comera_rec import LinearCompression, RankConfig, RankScheduler, TTEmbeddingBagConfig, build_dlrm
 from comera_rec.data import Batch
+from comera_rec.nn import update_in_backward_
 from comera_rec.training.capture import CapturedUpdate, CudaRecorder
 from comera_rec.training.config import load_config
 from comera_rec.training.trainer import Trainer
@@ -48,7 +49,9 @@ class StandIn:
 class Training:
     """A small DLRM, its optimizer and the step under test."""
 
-    def __init__(self, device: str, *, capture: bool, ranks: RankConfig | None = None, lr: float | Tensor = 0.01) -> None:
+    def __init__(
+        self, device: str, *, capture: bool, ranks: RankConfig | None = None, lr: float | Tensor = 0.01, optimizer: str = "Adam"
+    ) -> None:
         torch.manual_seed(0)
         tables = [
             TTEmbeddingBagConfig(name="t1", num_embeddings=5000, embedding_dim=16, feature_names=["f1"], tt_ranks=8),
@@ -58,7 +61,11 @@ class Training:
             tables, dense_in_features=5, dense_arch_layer_sizes=[64, 16], over_arch_layer_sizes=[64, 64, 1],
             linears=LinearCompression(tt_ranks=8, min_features=64, policy="always"),
         ).to(device)  # fmt: skip
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr, fused=True)
+        if optimizer == "Adam":
+            self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=lr, fused=True)
+        else:
+            self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=lr)
+            update_in_backward_(self.model, self.optimizer)
         self.scheduler = RankScheduler(self.model, self.optimizer, ranks) if ranks else None
         self.update: Callable[[Batch], Tensor] = self._update
         self.calls: list[str] = []
@@ -110,8 +117,9 @@ def batch(seed: int, lengths: tuple[int, int] = (1, 1), size: int = 12) -> Batch
 
 
 @every_device
-def test_captured_steps_equal_eager_ones_while_ranks_shrink(device: str) -> None:
-    eager, captured = (Training(device, capture=capture, ranks=RANKS) for capture in (False, True))
+@pytest.mark.parametrize("optimizer", ["Adam", "Adagrad in backward"])
+def test_captured_steps_equal_eager_ones_while_ranks_shrink(device: str, optimizer: str) -> None:
+    eager, captured = (Training(device, capture=capture, ranks=RANKS, optimizer=optimizer) for capture in (False, True))
     torch.testing.assert_close(captured.run(range(32)), eager.run(range(32)))
     torch.testing.assert_close(captured.model.state_dict(), eager.model.state_dict())
     assert captured.scheduler is not None
@@ -160,10 +168,14 @@ def test_learning_rates_that_change(device: str) -> None:
     assert calls.count("capture") == 1, "a tensor is read by every replay"
 
 
+CHANGING: list[dict[str, Any]] = [{"lr_decay": 0.1}, {"lr": torch.tensor(0.1)}]
+
+
 def test_optimizers_that_cannot_be_captured_are_named() -> None:
-    for kind in (torch.optim.Adagrad, torch.optim.Adam):
-        optimizer = kind(nn.Linear(2, 2).parameters())
-        with pytest.raises(ValueError, match=rf"a step of {kind.__name__} can't be captured: .* set training\.capture=false"):
+    parameters = list(nn.Linear(2, 2).parameters())
+    for optimizer in (torch.optim.Adam(parameters), *(torch.optim.Adagrad(parameters, **settings) for settings in CHANGING)):
+        name = type(optimizer).__name__
+        with pytest.raises(ValueError, match=rf"a step of {name} with .* can't be captured: .* set training\.capture=false"):
             CapturedUpdate(lambda _: torch.zeros(()), optimizer, Any)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comera_rec.ops.bags import cpu, gpu, reference
 from comera_rec.ops.bags.cpu import Slots, write_slots
-from comera_rec.ops.bags.table import HotBlock, Table
+from comera_rec.ops.bags.table import HotBlock, Table, TableGroup
 from comera_rec.ops.bags.updates import refuse_row_wise
 from comera_rec.ops.plan import LookupPlan, PairPlan
 from data_pipeline.errors import UserError
@@ -29,6 +29,7 @@ __all__ = [
     "HotBlock",
     "Slots",
     "Table",
+    "TableGroup",
     "check_ids",
     "require_bags_impl",
     "resolve_bags_impl",
@@ -38,7 +39,7 @@ __all__ = [
 
 
 def tt_bags(
-    tables: Sequence[Table | tuple[Sequence[Tensor], Sequence[Tensor]]],
+    tables: TableGroup | Sequence[Table | tuple[Sequence[Tensor], Sequence[Tensor]]],
     plan: LookupPlan | PairPlan,
     offsets: Tensor,
     *,
@@ -57,7 +58,8 @@ def tt_bags(
     results.
 
     Args:
-        tables: `Table`s, or pairs of cores and diagonals, that differ only in row modes, ranks and hot blocks.
+        tables: `Table`s, or pairs of cores and diagonals, that differ only in row modes, ranks and hot blocks; a `TableGroup` of
+            them, kept while their parameters stay the same, saves work before each lookup.
         plan: from `plan_lookup`, for the row modes of these tables.
         offsets: [F*B + 1] starts of the bags, feature by feature, and the end of the last one.
         num_cols: columns of a row, at most n_1...n_d; further columns are padding.
@@ -83,8 +85,8 @@ def tt_bags(
         raise NotImplementedError(f"per_sample_weights need mode 'sum', not {mode!r}: drop them or change the mode")
     if per_sample_weights is not None and per_sample_weights.shape != (plan.num_ids,):
         raise UserError(f"there are {per_sample_weights.shape[0]} per_sample_weights for {plan.num_ids} ids: give one for each")
-    unpacked = [Table(*table) for table in tables]
-    first, order = unpacked[0].cores[0], len(unpacked[0].cores)
+    group = tables if isinstance(tables, TableGroup) else TableGroup(tables)
+    first, order = group.tables[0].cores[0], len(group.tables[0].cores)
     impl = resolve_bags_impl(impl, first.device, first.dtype, order)
     if impl == "cpu" and torch._C._are_functorch_transforms_active():
         impl = "reference"  # torch.func ignores gradients that are registered with torch.library
@@ -99,18 +101,18 @@ def tt_bags(
             raise UserError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
         if impl == "reference":
             if update_in_backward:
-                refuse_row_wise(unpacked, "impl 'reference' (float64, order 1) forms gradients of whole cores; use Adagrad")
-            return reference.pool(unpacked, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
+                refuse_row_wise(group.tables, "impl 'reference' (float64, order 1) forms gradients of whole cores; use Adagrad")
+            return reference.pool(group.tables, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
     pool: Any = gpu.pool if impl == "triton" else cpu.pool
     options: dict[str, Any] = {"num_cols": num_cols, "update": update_in_backward}
     if slots is not None:
         options["slots"] = slots
     if mode == "max":  # look up the row of every id, then take maxima over bags
         ends = torch.arange(plan.num_ids + 1, device=offsets.device)
-        rows = pool(unpacked, plan, ends, None, mode="sum", features=1, **options)
+        rows = pool(group, plan, ends, None, mode="sum", features=1, **options)
         bags: Tensor = reference.pool_rows(rows, ends[:-1], offsets, mode=mode, features=features)
     else:
-        bags = pool(unpacked, plan, offsets, weights, mode=mode, features=features, **options)
+        bags = pool(group, plan, offsets, weights, mode=mode, features=features, **options)
     return bags.to(first.dtype)
 
 

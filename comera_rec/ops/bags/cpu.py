@@ -6,12 +6,13 @@ T tables of d cores, L ids, F features of B bags each, N columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from comera_rec.ops.bags.table import Table
+from comera_rec.ops.bags.table import Table, TableGroup
 from comera_rec.ops.bags.updates import Updates, find_updates
 from comera_rec.ops.native import ops
 from comera_rec.ops.plan import LookupPlan
@@ -31,8 +32,40 @@ class Slots(NamedTuple):
     """What the lookups of other features have returned; None for the first one, which makes them."""
 
 
+class _Layout:
+    """The parameters of tables as the operators take them, and their updates in backward."""
+
+    def __init__(self, tables: Sequence[Table], may_update: bool) -> None:
+        order = len(tables[0].cores)
+        given = [core for table in tables for core in table.cores]
+        # Table by table, then A and P of each hot block; diagonals likewise, or none if all of them are ones.
+        self.cores = [slice_major(core, k, order) for table in tables for k, core in enumerate(table.cores)]
+        diagonals = [diagonal for table in tables for diagonal in table.diagonals]
+        self.diagonals = [diagonal.contiguous() for diagonal in diagonals]
+        self.blocks = [len(table.hot) for table in tables if any(table.hot for table in tables)]
+        self.first_rows = [table.first for table in tables if self.blocks]
+        if self.blocks and not diagonals:
+            diagonals = self.diagonals = [core.new_ones(core.shape[3]) for table in tables for core in table.cores[:-1]]
+        for block in (block for table in tables for block in table.hot):
+            # A contiguous core of a block is slice-major, because its other sizes are 1; this check is the cheapest.
+            self.cores += [core if core.is_contiguous() else slice_major(core, k, 2) for k, core in enumerate(block[:2])]
+            self.diagonals.append(block.diagonal.contiguous())
+            given += block[:2]
+            diagonals = [*diagonals, block.diagonal]
+        self.has_copies = not (all(map(is_, self.cores, given)) and all(map(is_, self.diagonals, diagonals)))
+        # Cores that had to be copied into another layout have no optimizer.
+        self._updates = find_updates(self.cores, self.diagonals) if may_update else None
+
+    @property
+    def updates(self) -> Updates | None:
+        """The updates in backward of the next step, if its parameters have any."""
+        if self._updates is not None and not self._updates.are_possible():
+            self._updates = find_updates(self.cores, self.diagonals)
+        return self._updates
+
+
 def pool(
-    tables: Sequence[Table],
+    group: TableGroup,
     plan: LookupPlan,
     offsets: Tensor,
     weights: Tensor | None,
@@ -44,23 +77,10 @@ def pool(
     slots: Slots | None = None,
 ) -> Tensor:
     """Pool rows to [B, F * num_cols] float32, or into `slots`; arguments as for `tt_bags`, weights in float32."""
-    order = len(tables[0].cores)
-    # Table by table, then A and P of each hot block; diagonals likewise, or none if all of them are ones.
-    cores = [slice_major(core, k, order) for table in tables for k, core in enumerate(table.cores)]
-    diagonals = [diagonal.contiguous() for table in tables for diagonal in table.diagonals]
-    blocks = [block for table in tables for block in table.hot]
-    if blocks and not diagonals:
-        diagonals = [core.new_ones(core.shape[3]) for table in tables for core in table.cores[:-1]]
-    for block in blocks:
-        # A contiguous core of a block is slice-major, because its other sizes are 1; this check is the cheapest.
-        cores += [core if core.is_contiguous() else slice_major(core, k, 2) for k, core in enumerate(block[:2])]
-        diagonals.append(block.diagonal.contiguous())
-    hot_blocks, first_rows = ([len(table.hot) for table in tables], [table.first for table in tables]) if blocks else ([], [])
+    layout = group.layout(_Layout, update and torch.is_grad_enabled() and not torch.compiler.is_compiling())
+    cores, diagonals, updates = layout.cores, layout.diagonals, layout.updates
     of_features, count = (range(features), features) if slots is None else slots[:2]
-    settings = (mode == "mean", list(of_features), count, num_cols, hot_blocks, first_rows)
-    may_update = update and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    # Cores that had to be copied into another layout have no optimizer.
-    updates = find_updates(cores, diagonals) if may_update else None
+    settings = (mode == "mean", list(of_features), count, num_cols, layout.blocks, layout.first_rows)
     if updates is None and slots is None:
         bags: Tensor = ops.pool(cores, diagonals, list(plan), offsets, weights, *settings)
         return bags

@@ -8,6 +8,7 @@ need them and never stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from comera_rec.ops.autocast import without_autocast
 from comera_rec.ops.bags import reference
-from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls
-from comera_rec.ops.bags.table import Table
+from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls, KernelTables
+from comera_rec.ops.bags.table import Table, TableGroup
 from comera_rec.ops.bags.updates import ROW_WISE, Updates, find_updates, refuse_row_wise
 from comera_rec.ops.plan import LookupPlan
 from comera_rec.ops.plan.pairs import PairPlan, pair_up, plan_hot_rows
@@ -24,8 +25,65 @@ from comera_rec.tt import slice_major_together
 from data_pipeline.errors import UserError
 
 
+class Pairs:
+    """Tables of order 2, or blocks of hot rows, as kernels take them, and their updates in backward.
+
+    Args:
+        lefts, rights: T cores (1, m, n1, r) and as many (r, m, n2, 1).
+        diagonals: T diagonals (r) or (r, 1), or none.
+        may_update: whether cores whose optimizers were applied in backward are updated there, where that is possible.
+
+    Raises:
+        ValueError: for cores of a dtype other than float32, bfloat16 or float16, and row-wise Adagrad in backward whose settings
+            differ.
+    """
+
+    def __init__(self, lefts: Sequence[Tensor], rights: Sequence[Tensor], diagonals: Sequence[Tensor], may_update: bool) -> None:
+        if lefts[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(f"the cores are {lefts[0].dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
+        cores = [*lefts, *rights]
+        self.cores = slice_major_together(cores, [0] * len(lefts) + [1] * len(rights), 2)
+        self.diagonals = [diagonal.contiguous() for diagonal in diagonals]
+        self.has_copies = not (all(map(is_, self.cores, cores)) and all(map(is_, self.diagonals, diagonals)))
+        self.counts = tuple(sum(core.shape[1] for core in side) for side in (lefts, rights))
+        self._updates = find_updates(self.cores, self.diagonals) if may_update else None
+        self._tables: KernelTables | None = None
+
+    @property
+    def tables(self) -> KernelTables:
+        """Addresses and sizes."""
+        if self._tables is None:
+            self._tables = KernelTables(self.cores, self.diagonals)
+        return self._tables
+
+    @property
+    def updates(self) -> Updates | None:
+        """The updates in backward of the next step, if kernels can apply them."""
+        if self._updates is not None and not self._updates.are_possible():
+            self._updates = find_updates(self.cores, self.diagonals)
+        return self._updates if self._updates is not None and self._updates.gpu_rules() is not None else None
+
+
+class _Layout:
+    """The tables, and all of their hot blocks."""
+
+    def __init__(self, tables: Sequence[Table], may_update: bool) -> None:
+        lefts, rights = zip(*(table.cores for table in tables), strict=True)
+        self.pairs = Pairs(lefts, rights, [diagonal for table in tables for diagonal in table.diagonals], may_update)
+        self.hot = _hot_pairs(tables, may_update)
+        self.has_copies = self.pairs.has_copies or (self.hot is not None and self.hot.has_copies)
+
+
+def _hot_pairs(tables: Sequence[Table], may_update: bool) -> Pairs | None:
+    blocks = [block for table in tables for block in table.hot]
+    if not blocks:
+        return None
+    rows, projections, diagonals = zip(*blocks, strict=True)
+    return Pairs(rows, projections, diagonals, may_update)
+
+
 def pool(
-    tables: Sequence[Table],
+    group: TableGroup,
     plan: LookupPlan | PairPlan,
     offsets: Tensor,
     weights: Tensor | None,
@@ -37,25 +95,24 @@ def pool(
 ) -> Tensor:
     """Pool rows to [B, F * num_cols]; arguments as for `tt_bags`."""
     how = (offsets, weights, (mode, features, num_cols))
+    tables, may_update = group.tables, update and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if isinstance(plan, PairPlan):
-        lefts, rights = zip(*(table.cores for table in tables), strict=True)
-        diagonals = [diagonal for table in tables for diagonal in table.diagonals]
-        bags = pool_pairs(lefts, rights, diagonals, plan, *how, update=update)
+        layout = group.layout(_Layout, may_update)
+        bags, hot = pool_pairs(layout.pairs, plan, *how), layout.hot
     else:
         if update:
             refuse_row_wise(tables, "on a GPU it needs tables of order 2: use Adagrad, or order=2")
         with without_autocast(offsets.device):
             left, right = reference.make_halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
         p, q = plan.rows.long()[:, plan.inverse.long()]
-        pairs = pair_up(p, q, (left.shape[0], right.shape[0]))
-        bags = pool_pairs([left[None]], [right.transpose(0, 1)[..., None]], [], pairs, *how)
-    return bags + _pool_hot_rows(tables, plan, *how, update=update) if any(table.hot for table in tables) else bags
+        halves = Pairs([left[None]], [right.transpose(0, 1)[..., None]], [], may_update=False)
+        bags = pool_pairs(halves, pair_up(p, q, (left.shape[0], right.shape[0])), *how)
+        hot = _hot_pairs(tables, may_update)
+    return bags if hot is None else bags + pool_pairs(hot, _plan_hot_rows(tables, plan), *how)
 
 
-def _pool_hot_rows(
-    tables: Sequence[Table], plan: LookupPlan | PairPlan, offsets: Tensor, weights: Tensor | None, settings: Any, *, update: bool
-) -> Tensor:
-    """Pool what hot blocks add: products of a row of A, as a leading slice, and P, as the block's only trailing slice."""
+def _plan_hot_rows(tables: Sequence[Table], plan: LookupPlan | PairPlan) -> PairPlan:
+    """Plan what hot blocks add: products of a row of A, as a leading slice, and P, as the block's only trailing slice."""
     if isinstance(plan, PairPlan):
         ids, trailing = plan.pairs, [table.cores[-1].shape[1] for table in tables]
     else:
@@ -64,52 +121,28 @@ def _pool_hot_rows(
         ids = torch.stack([reference.row_ids(plan)[inverse], torch.zeros_like(inverse), table_of])
         trailing = [1] * len(tables)
     counts = [[block.rows.shape[1] for block in table.hot] for table in tables]
-    pairs = plan_hot_rows(ids, trailing, [table.first for table in tables], counts)
-    blocks = [block for table in tables for block in table.hot]
-    rows, projections, diagonals = zip(*blocks, strict=True)
-    return pool_pairs(rows, projections, diagonals, pairs, offsets, weights, settings, update=update)
+    return plan_hot_rows(ids, trailing, [table.first for table in tables], counts)
 
 
-def pool_pairs(
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    diagonals: Sequence[Tensor],
-    plan: PairPlan,
-    offsets: Tensor,
-    weights: Tensor | None,
-    settings: tuple[str, int, int],
-    *,
-    update: bool = False,
-) -> Tensor:
+def pool_pairs(pairs: Pairs, plan: PairPlan, offsets: Tensor, weights: Tensor | None, settings: tuple[str, int, int]) -> Tensor:
     """Pool products of pairs of slices: [B, F * N], differentiable in cores, diagonals and weights.
 
     Args:
-        lefts, rights: T cores (1, m, n1, r) and as many (r, m, n2, 1).
-        diagonals: T diagonals (r) or (r, 1), or none.
         settings: mode, F and N.
-        update: whether cores whose optimizers were applied in backward are updated there, where that is possible.
 
     Raises:
-        ValueError: for cores of a dtype other than float32, bfloat16 or float16, a plan for other tables, and row-wise Adagrad in
-            backward whose settings differ.
+        ValueError: for a plan for other tables.
     """
-    counts = tuple(sum(core.shape[1] for core in cores) for cores in (lefts, rights))
-    if counts != tuple(plan.counts):
-        raise UserError(f"the plan is for tables of {plan.counts} slices, these have {counts}: make it for these tables")
-    if lefts[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UserError(f"the cores are {lefts[0].dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
-    cores = slice_major_together([*lefts, *rights], [0] * len(lefts) + [1] * len(rights), 2)
-    updates = None
-    if update and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        updates = find_updates(cores, diagonals)
-    if updates is not None and updates.gpu_rules() is not None:
-        handle = torch.empty(0, dtype=torch.float32, device=cores[0].device, requires_grad=True)
-        diagonals = [each.contiguous() for each in diagonals] if updates.diagonals is None else []
+    if pairs.counts != tuple(plan.counts):
+        raise UserError(f"the plan is for tables of {plan.counts} slices, these have {pairs.counts}: make it for these tables")
+    updates = pairs.updates
+    if updates is not None:
+        handle = torch.empty(0, dtype=torch.float32, device=pairs.cores[0].device, requires_grad=True)
+        diagonals = pairs.diagonals if updates.diagonals is None else []
         tensors = (plan.pairs, plan.slices, plan.order, offsets, weights, *diagonals)
-        bags: Tensor = _UpdatingPool.apply((settings, plan.counts), updates, handle, *tensors)
+        bags: Tensor = _UpdatingPool.apply(settings, pairs.tables, updates, handle, *tensors)
     else:
-        arguments = ([plan.pairs, plan.slices, plan.order], list(plan.counts), offsets, weights, *settings)
-        bags, _ = _pool(cores, [diagonal.contiguous() for diagonal in diagonals], *arguments)
+        bags, _ = _pool(pairs.cores, pairs.diagonals, [plan.pairs, plan.slices, plan.order], offsets, weights, *settings)
     return bags
 
 
@@ -120,21 +153,21 @@ def _like(diagonals: Sequence[Tensor], gradients: Tensor) -> list[Tensor]:
 
 
 def pool_into_bags(
-    cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor], counts: Sequence[int], offsets: Tensor,
-    weights: Tensor | None, mode: str, features: int, num_cols: int,
+    cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor], offsets: Tensor, weights: Tensor | None,
+    mode: str, features: int, num_cols: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the results of `KernelCalls.forward`; cores are slice-major."""
-    return KernelCalls(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols).forward()
+    return KernelCalls(KernelTables(cores, diagonals), plan, offsets, weights, mode, features, num_cols).forward()
 
 
 _pool = torch.library.custom_op("comera_rec::pool_pairs", pool_into_bags, mutates_args=(), schema=(
-    "(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, int[] counts, Tensor offsets, Tensor? weights, str mode, int features, "
+    "(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, str mode, int features, "
     "int num_cols) -> (Tensor, Tensor)"
 ))  # fmt: skip
 
 
 @_pool.register_fake
-def _(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols):  # type: ignore[no-untyped-def]
+def _(cores, diagonals, plan, offsets, weights, mode, features, num_cols):  # type: ignore[no-untyped-def]
     num_bags = offsets.shape[0] - 1
     out = cores[0].new_empty(num_bags // features, features * num_cols)
     return out, out.new_empty(plan[0].shape[1], dtype=torch.int32)
@@ -142,10 +175,10 @@ def _(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols
 
 def gradients(
     grad: Tensor, targets: Tensor, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor],
-    counts: Sequence[int], offsets: Tensor, weights: Tensor | None, mode: str, features: int, num_cols: int, of_weights: bool,
+    offsets: Tensor, weights: Tensor | None, mode: str, features: int, num_cols: int, of_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return flat gradients: of the cores (slice-major, concatenated), of the diagonals (concatenated), of the weights or none."""
-    call = KernelCalls(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols)
+    call = KernelCalls(KernelTables(cores, diagonals), plan, offsets, weights, mode, features, num_cols)
     core_gradients = cores[0].new_zeros(sum(core.numel() for core in cores))
     diagonal_gradients = cores[0].new_zeros(sum(len(diagonal) for diagonal in diagonals))
     if not (grad.numel() and call.num_ids):
@@ -158,19 +191,19 @@ def gradients(
 
 
 _gradients = torch.library.custom_op("comera_rec::pool_pairs_backward", gradients, mutates_args=(), schema=(
-    "(Tensor grad, Tensor targets, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, int[] counts, Tensor offsets, "
+    "(Tensor grad, Tensor targets, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, "
     "Tensor? weights, str mode, int features, int num_cols, bool of_weights) -> (Tensor, Tensor, Tensor)"
 ))  # fmt: skip
 
 
 @_gradients.register_fake
-def _(grad, targets, cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols, of_weights):  # type: ignore[no-untyped-def]
+def _(grad, targets, cores, diagonals, plan, offsets, weights, mode, features, num_cols, of_weights):  # type: ignore[no-untyped-def]
     sizes = (sum(each.numel() for each in tensors) for tensors in (cores, diagonals))
     return *(cores[0].new_empty(size) for size in sizes), grad.new_empty(weights.shape[0] if of_weights else 0)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    cores, diagonals, plan, ctx.counts, offsets, weights, *ctx.settings = inputs
+    cores, diagonals, plan, offsets, weights, *ctx.settings = inputs
     _, targets = output
     ctx.mark_non_differentiable(targets)
     ctx.lengths = len(cores), len(diagonals)
@@ -181,13 +214,13 @@ def _differentiate(ctx, grad: Tensor, *_: Tensor):  # type: ignore[no-untyped-de
     offsets, weights, targets, *tensors = ctx.saved_tensors
     plan, num_cores = tensors[:3], ctx.lengths[0]
     cores, diagonals = tensors[3 : 3 + num_cores], tensors[3 + num_cores :]
-    of_weights = weights is not None and ctx.needs_input_grad[5]
-    arguments = (cores, diagonals, plan, ctx.counts, offsets, weights, *ctx.settings, of_weights)
+    of_weights = weights is not None and ctx.needs_input_grad[4]
+    arguments = (cores, diagonals, plan, offsets, weights, *ctx.settings, of_weights)
     core_gradients, diagonal_gradients, weight_gradients = _gradients(grad.contiguous(), targets, *arguments)
     split = core_gradients.split([core.numel() for core in cores])
     shaped = [part.as_strided(core.shape, core.stride(), part.storage_offset()) for part, core in zip(split, cores, strict=True)]
     split_diagonals = _like(diagonals, diagonal_gradients)
-    return shaped, split_diagonals, [None] * 3, None, None, weight_gradients if of_weights else None, None, None, None
+    return shaped, split_diagonals, [None] * 3, None, weight_gradients if of_weights else None, None, None, None
 
 
 torch.library.register_autograd(_pool, _differentiate, setup_context=_setup_context)
@@ -198,42 +231,39 @@ class _UpdatingPool(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, settings: Any, updates: Updates, handle: Tensor, pairs: Tensor, slices: Tensor, order: Tensor, offsets: Tensor,
-        weights: Tensor | None, *diagonals: Tensor,
+        ctx: Any, settings: Any, tables: KernelTables, updates: Updates, handle: Tensor, pairs: Tensor, slices: Tensor,
+        order: Tensor, offsets: Tensor, weights: Tensor | None, *diagonals: Tensor,
     ) -> Tensor:  # fmt: skip
-        (pooling, counts), plan = settings, (pairs, slices, order)
-        out, targets = pool_into_bags(updates.cores, updates.diagonals or diagonals, plan, counts, offsets, weights, *pooling)
-        ctx.settings, ctx.updates = settings, updates
-        ctx.save_for_backward(*plan, offsets, weights, targets, *diagonals)
+        out, targets = KernelCalls(tables, (pairs, slices, order), offsets, weights, *settings).forward()
+        ctx.settings, ctx.tables, ctx.updates = settings, tables, updates
+        ctx.save_for_backward(pairs, slices, order, offsets, weights, targets, *diagonals)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *plan, offsets, weights, targets = ctx.saved_tensors[:6]
-        saved, updates, (pooling, counts) = list(ctx.saved_tensors[6:]), ctx.updates, ctx.settings
-        diagonals = updates.diagonals or saved
-        call = KernelCalls(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
-        grad = grad.contiguous()
+        saved, updates = list(ctx.saved_tensors[6:]), ctx.updates
+        call, grad = KernelCalls(ctx.tables, plan, offsets, weights, *ctx.settings), grad.contiguous()
         rules = updates.gpu_rules()
         if rules is None:
             raise UserError("the settings of the optimizers in backward have changed since forward: change them between steps")
-        kind, states = updates.begin_gpu_step()
+        kind, states = updates.kind, updates.begin_gpu_step()
         weight_gradients: Tensor | None = None
         diagonal_gradients: list[Tensor] = []
         if not (grad.numel() and call.num_ids):
-            return *(None,) * 7, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, saved)
+            return *(None,) * 8, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, saved)
         sums = call.sum_slices(grad, targets)
-        if weights is not None and ctx.needs_input_grad[7]:
+        if weights is not None and ctx.needs_input_grad[8]:
             weight_gradients = call.gradients_of_weights(grad, targets)
         num_cores, diagonals_end = len(updates.cores), None
         if updates.diagonals is not None:
-            of_numbers = "Adagrad" if kind == ROW_WISE.name else kind  # a row of a diagonal is one number
-            diagonals_end = Ending(of_numbers, states[num_cores:] or diagonals, rules[1])
-        elif diagonals:
-            flat = grad.new_zeros(sum(map(len, diagonals)), dtype=diagonals[0].dtype)
-            diagonals_end = Ending("gradient", flat.split([len(each) for each in diagonals]))
-            diagonal_gradients = _like(diagonals, flat)
-        call.finish(sums, Ending(kind, states[:num_cores] or updates.cores, rules[0]), diagonals_end)
+            of_numbers = "Adagrad" if kind is ROW_WISE else kind.name  # a row of a diagonal is one number
+            diagonals_end = Ending(of_numbers, states[num_cores:] or updates.diagonals, rules[1])
+        elif saved:
+            flat = grad.new_zeros(sum(map(len, saved)), dtype=saved[0].dtype)
+            diagonals_end = Ending("gradient", flat.split([len(each) for each in saved]))
+            diagonal_gradients = _like(saved, flat)
+        call.finish(sums, Ending(kind.name, states[:num_cores] or updates.cores, rules[0]), diagonals_end)
         updates.end_step()
-        return *(None,) * 7, weight_gradients, *diagonal_gradients
+        return *(None,) * 8, weight_gradients, *diagonal_gradients

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.launch import rank_bucket
-from comera_rec.ops.plan.reference import first_keys, on_device
+from comera_rec.ops.plan.reference import first_keys, kept, on_device
 
 
 class Sums(NamedTuple):
@@ -51,44 +51,77 @@ class Ending(NamedTuple):
         return {**self.settings, "lr": 0.0 if self.lr is not None else self.settings["lr"]}
 
 
+class KernelTables:
+    """Tables of order 2, or blocks of hot rows, as kernels take them: addresses and sizes, which lookups share.
+
+    Args:
+        cores: slice-major: leading ones (1, m, n1, r) of all tables, then as many trailing ones (r, m, n2, 1).
+        diagonals: T diagonals (r) or (r, 1), or none.
+    """
+
+    def __init__(self, cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> None:
+        half = len(cores) // 2
+        self.leading, self.trailing, self.first_diagonal = cores[0], cores[half], diagonals[0] if diagonals else cores[0]
+        self.counts = tuple(sum(core.shape[1] for core in side) for side in (cores[:half], cores[half:]))
+        self.diagonal_sizes = [len(diagonal) for diagonal in diagonals]
+        self.n1, self.n2 = cores[0].shape[2], cores[-1].shape[2]
+        self.ranks = [core.shape[3] for core in cores[:half]]
+        self.are_aligned = all(
+            _address(core) % 16 == 0 and core.shape[0] * core.shape[2] * core.shape[3] * core.element_size() % 16 == 0
+            for core in cores
+        )
+        self._starts = _starts(cores[:half]), _starts(cores[half:])
+        self._diagonal_starts = _starts(diagonals) if diagonals else [0] * half
+        self._modes = [core.shape[1] for core in cores[half:]]
+        self._columns = self._device_columns(self.ranks, *self._starts, self._diagonal_starts)
+        self._ends: tuple[list[int], Tensor] | None = None
+
+    @property
+    def columns(self) -> Tensor:
+        """What forward kernels read about each table."""
+        return kept(self._columns)
+
+    def end_columns(self, cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Tensor:
+        """Return what the last kernels of a backward read about each table: also where results go."""
+        addresses = [*map(_address, cores), *map(_address, diagonals)]
+        if self._ends is None or self._ends[0] != addresses:
+            half = len(self.ranks)
+            of_diagonals = _starts(diagonals) if diagonals else [0] * half
+            columns = self._device_columns(
+                self.ranks, self._diagonal_starts, *self._starts, _starts(cores[:half]), _starts(cores[half:]), of_diagonals,
+                first_keys(self._modes)[:-1], self._modes,
+            )  # fmt: skip
+            self._ends = addresses, columns
+        return kept(self._ends[1])
+
+    def _device_columns(self, *columns: Sequence[int]) -> Tensor:
+        return on_device(list(zip(*columns, strict=True)), self.leading.device)
+
+
 class KernelCalls:
     """The tensors and sizes of a lookup, and methods that run its kernels."""
 
     def __init__(
-        self, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor], counts: Sequence[int], offsets: Tensor,
-        weights: Tensor | None, mode: str, features: int, num_cols: int,
+        self, tables: KernelTables, plan: Sequence[Tensor], offsets: Tensor, weights: Tensor | None, mode: str, features: int,
+        num_cols: int,
     ) -> None:  # fmt: skip
         self._kernels = importlib.import_module("comera_rec.ops.bags.triton")  # needs triton to be installed
         self._updates = importlib.import_module("comera_rec.ops.bags.triton_updates")
-        half = len(cores) // 2
-        self._sides = list(cores[:half]), list(cores[half:])
-        self._diagonals = list(diagonals)
+        self._tables = tables
         self._pairs, self._slices, self._order = plan
         self._offsets, self._weights = offsets, weights
-        self.first = cores[0]
-        self.ranks = [core.shape[3] for core in self._sides[0]]
         self.num_bags, self.num_ids = offsets.shape[0] - 1, self._pairs.shape[1]
         self._bag_counts = {"num_bags": self.num_bags, "features": features}
         self._pooling: dict[str, Any] = {"mode": mode, "weighted": weights is not None}
-        aligned = all(
-            _address(core) % 16 == 0 and core.shape[0] * core.shape[2] * core.shape[3] * core.element_size() % 16 == 0
-            for core in cores
-        )
         self.sizes = self._kernels.Sizes(
-            num_ids=self.num_ids, counts=tuple(counts), n1=cores[0].shape[2], rank=rank_bucket(max(self.ranks)),
-            n2=cores[-1].shape[2], num_cols=num_cols, scaled=bool(diagonals),
-            aligned=aligned,
+            num_ids=self.num_ids, counts=tables.counts, n1=tables.n1, rank=rank_bucket(max(tables.ranks)), n2=tables.n2,
+            num_cols=num_cols, scaled=bool(tables.diagonal_sizes), aligned=tables.are_aligned,
         )  # fmt: skip
-        columns = zip(self.ranks, *map(_starts, self._sides), self._diagonal_starts(), strict=True)
-        self._tables = on_device(list(columns), self.first.device)
-
-    def _diagonal_starts(self) -> list[int]:
-        return _starts(self._diagonals) if self._diagonals else [0] * len(self.ranks)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return bags and the target of each id [L], a row of the bags as a matrix [B * F, N]."""
         features, num_cols = self._bag_counts["features"], self.sizes.num_cols
-        out = self.first.new_empty(self.num_bags // features, features * num_cols)
+        out = self._tables.leading.new_empty(self.num_bags // features, features * num_cols)
         targets = torch.empty(self.num_ids, dtype=torch.int32, device=out.device)
         if out.numel():
             self._pool(out, targets, self._offsets, self._weights, self._pooling["mode"], features)
@@ -96,12 +129,13 @@ class KernelCalls:
 
     def _pool(self, out: Tensor, targets: Tensor, offsets: Tensor, weights: Tensor | None, mode: str, features: int) -> None:
         """Fill bags and targets."""
-        diagonal = self._diagonals[0] if self._diagonals else self.first
+        tables = self._tables
         self._kernels.pool_launch(
             self.sizes, num_bags=len(offsets) - 1, features=features, mode=mode, weighted=weights is not None
         )(
-            a_ptr=self._sides[0][0], b_ptr=self._sides[1][0], d_ptr=diagonal, tables_ptr=self._tables, pairs_ptr=self._pairs,
-            offsets_ptr=offsets, weights_ptr=self.first if weights is None else weights, out_ptr=out, targets_ptr=targets,
+            a_ptr=tables.leading, b_ptr=tables.trailing, d_ptr=tables.first_diagonal, tables_ptr=tables.columns,
+            pairs_ptr=self._pairs, offsets_ptr=offsets, weights_ptr=tables.leading if weights is None else weights,
+            out_ptr=out, targets_ptr=targets,
         )  # fmt: skip
 
     def sum_slices(self, grad: Tensor, targets: Tensor) -> Sums:
@@ -114,11 +148,11 @@ class KernelCalls:
             torch.empty(count + chunks, self.sizes.rank * size, dtype=torch.float32, device=grad.device)
             for count, size in zip(self.sizes.counts, (self.sizes.n1, self.sizes.n2), strict=True)
         )
-        sizes = replace(self.sizes, aligned=self.sizes.aligned and _address(grad) % 16 == 0)
+        sizes, tables = replace(self.sizes, aligned=self.sizes.aligned and _address(grad) % 16 == 0), self._tables
         self._kernels.slices_launch(sizes, **self._bag_counts, num_owners=len(owners), **self._pooling)(
-            grad_ptr=grad, a_ptr=self._sides[0][0], b_ptr=self._sides[1][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
+            grad_ptr=grad, a_ptr=tables.leading, b_ptr=tables.trailing, tables_ptr=tables.columns, pairs_ptr=self._pairs,
             slices_ptr=self._slices, order_ptr=self._order, targets_ptr=targets, offsets_ptr=self._offsets,
-            weights_ptr=self.first if self._weights is None else self._weights,
+            weights_ptr=tables.leading if self._weights is None else self._weights,
             left_ptr=left, right_ptr=right, owners_ptr=owners,
         )  # fmt: skip
         sums = Sums(left, right, owners[:num_left], owners[right_start:])
@@ -128,24 +162,19 @@ class KernelCalls:
 
     def finish(self, sums: Sums, cores: Ending, diagonals: Ending | None) -> None:
         """Write the gradients of cores and diagonals or update them; `diagonals` is None if there are none."""
-        half = len(self.ranks)
-        counts = [core.shape[1] for core in self._sides[1]]
-        zeros = [0] * half
-        columns = zip(
-            self.ranks, self._diagonal_starts(), *map(_starts, self._sides),
-            _starts(cores.results[:half]), _starts(cores.results[half:]),
-            zeros if diagonals is None else _starts(diagonals.results), first_keys(counts)[:-1], counts, strict=True,
-        )  # fmt: skip
-        num_products = self.sizes.counts[1] if diagonals else 0
+        tables, half = self._tables, len(self._tables.ranks)
         operands = {
-            "tables_ptr": on_device(list(columns), self.first.device),
-            "d_ptr": self._diagonals[0] if self._diagonals else self.first,
-            "products_ptr": torch.empty(num_products, self.sizes.rank, dtype=torch.float32, device=self.first.device),
+            "tables_ptr": tables.end_columns(cores.results, () if diagonals is None else diagonals.results),
+            "d_ptr": tables.first_diagonal,
+            "products_ptr": torch.empty(
+                self.sizes.counts[1] if tables.diagonal_sizes else 0, self.sizes.rank, dtype=torch.float32,
+                device=tables.leading.device,
+            ),
             "seed_ptr": self._seed(cores, diagonals),
-        }
+        }  # fmt: skip
         sizes = replace(self.sizes, aligned=self.sizes.aligned and all(_address(result) % 16 == 0 for result in cores.results))
         self._updates.finish_launch(sizes, cores.kind, cores.numbers, lr_in_tensor=cores.lr is not None)(
-            **operands, **sums.operands, pairs_ptr=self._pairs, a_ptr=self._sides[0][0], b_ptr=self._sides[1][0],
+            **operands, **sums.operands, pairs_ptr=self._pairs, a_ptr=tables.leading, b_ptr=tables.trailing,
             left_result_ptr=cores.results[0], right_result_ptr=cores.results[half],
             lr_ptr=sums.left if cores.lr is None else cores.lr,
         )  # fmt: skip
@@ -158,9 +187,10 @@ class KernelCalls:
 
     def _seed(self, *endings: Ending | None) -> Tensor:
         """Draw the seed for rounding updates on the device, [1] int64; return any tensor where nothing is updated or rounded."""
-        if self.first.dtype == torch.float32 or all(ending is None or ending.kind == "gradient" for ending in endings):
+        leading = self._tables.leading
+        if leading.dtype == torch.float32 or all(ending is None or ending.kind == "gradient" for ending in endings):
             return self._order
-        return torch.randint(1 << 60, (1,), device=self.first.device)
+        return torch.randint(1 << 60, (1,), device=leading.device)
 
     def gradients_of_weights(self, grad: Tensor, targets: Tensor) -> Tensor:
         """Return the gradients of the weights, [L]: of each id its row times its bag's gradient; 0 for ids in no bag."""

@@ -1,9 +1,9 @@
-"""The parameters of a table in the form that a lookup takes."""
+"""The parameters of tables in the form that lookups take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -30,3 +30,35 @@ class Table(NamedTuple):
     """Consecutive blocks of hot rows, from the table's first row on."""
     first: int = 0
     """Row of the table that id 0 refers to; above 0 in shards only."""
+
+
+class Layout(Protocol):
+    """What an implementation makes of tables before their first lookup."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether it copied parameters, whose values may have changed at the next lookup."""
+
+
+L = TypeVar("L", bound=Layout)
+
+
+class TableGroup:
+    """Tables that share lookups, and the layouts made of them so far: those that refer to the parameters serve all lookups.
+
+    Args:
+        tables: `Table`s, or pairs of cores and diagonals.
+    """
+
+    def __init__(self, tables: Sequence[Table | tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+        self.tables = [Table(*table) for table in tables]
+        self._layouts: dict[tuple[Any, bool], Any] = {}
+
+    def layout(self, make: Callable[[Sequence[Table], bool], L], may_update: bool) -> L:
+        """Return make(tables, may_update), made by an earlier lookup or now."""
+        layout: L | None = self._layouts.get((make, may_update))
+        if layout is None:
+            layout = make(self.tables, may_update)
+            if not layout.has_copies:
+                self._layouts[make, may_update] = layout
+        return layout

@@ -15,9 +15,10 @@ generator seeds it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import is_, itemgetter
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,20 +36,23 @@ class Kind:
 
     name: str
     number: int  # in the C++ operator
+    settings: tuple[str, ...]  # that the rule depends on
     required: dict[str, Any]  # settings that must have these values
     states: tuple[str, ...] = ()
 
 
+_ADAGRAD, _ADAM = ("lr", "weight_decay", "eps", "lr_decay"), ("lr", "weight_decay", "eps", "betas")
 _KINDS: dict[type[Optimizer], Kind] = {
-    torch.optim.SGD: Kind("SGD", 0, {"momentum": 0, "nesterov": False, "maximize": False}),
-    torch.optim.Adagrad: Kind("Adagrad", 1, {"maximize": False, "differentiable": False}, ("sum",)),
-    torch.optim.Adam: Kind("Adam", 3, {"amsgrad": False, "maximize": False, "differentiable": False,
-                                       "decoupled_weight_decay": False}, ("exp_avg", "exp_avg_sq")),
-    torch.optim.AdamW: Kind("AdamW", 4, {"amsgrad": False, "maximize": False, "differentiable": False},
+    torch.optim.SGD: Kind("SGD", 0, ("lr", "weight_decay"), {"momentum": 0, "nesterov": False, "maximize": False}),
+    torch.optim.Adagrad: Kind("Adagrad", 1, _ADAGRAD, {"maximize": False, "differentiable": False}, ("sum",)),
+    torch.optim.Adam: Kind("Adam", 3, _ADAM, {"amsgrad": False, "maximize": False, "differentiable": False,
+                                              "decoupled_weight_decay": False}, ("exp_avg", "exp_avg_sq")),
+    torch.optim.AdamW: Kind("AdamW", 4, _ADAM, {"amsgrad": False, "maximize": False, "differentiable": False},
                             ("exp_avg", "exp_avg_sq")),
 }  # fmt: skip
-ROW_WISE = Kind("RowWiseAdagrad", 2, {"maximize": False}, ("sum",))
+ROW_WISE = Kind("RowWiseAdagrad", 2, _ADAGRAD, {"maximize": False}, ("sum",))
 _UPDATING = "_comera_updating"  # attribute of a parameter that an optimizer updates in backward
+T = TypeVar("T")
 IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # imported only if one is: that takes a second
 
 
@@ -93,9 +97,12 @@ def _group_of(core: nn.Parameter, optimizer: Optimizer) -> int | None:
 class Updates:
     """Updates of a lookup's cores in backward, and of the diagonals if their optimizers are of the same kind.
 
+    It serves many steps: settings and states are read in each one, and worked up again only where they have changed.
+
     Attributes:
         cores: detached cores, in the lookup's order.
         diagonals: detached diagonals, in the lookup's order; None if they get gradients instead.
+        kind: of all optimizers.
     """
 
     def __init__(
@@ -107,31 +114,63 @@ class Updates:
     ) -> None:
         self.cores = [core.detach() for core in cores]
         self.diagonals = None if diagonals is None else [diagonal.detach() for diagonal in diagonals]
-        self._parameters, self._optimizers, self._kind = [*cores, *(diagonals or ())], optimizers, kind
-        self._groups = [optimizer.param_groups[number] for optimizer, number in optimizers]
+        self.kind = kind
+        self._parameters, self._optimizers = [*cores, *(diagonals or ())], optimizers
+        names = [name for name in (*kind.settings, *kind.required) if name in self._groups()[0]]
+        self._read: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*names)
+        self._seen = self._settings_now()
+        self._rules: tuple[list[tuple[Any, ...]], list[float]] = [], []  # settings, and what was made of them
+        self._gpu_rules: tuple[Any, Any] = None, None  # likewise
+        self._found: list[Any] = []  # counts and states in the last step
+        self._count: Tensor | None = None
+        self._states: list[list[Tensor]] = []
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [optimizer.param_groups[number] for optimizer, number in self._optimizers]
+
+    def _settings_now(self) -> list[tuple[Any, ...]]:
+        return list(map(self._read, self._groups()))
+
+    def are_possible(self) -> bool:
+        """Whether all optimizers still have settings with which they can be applied slice by slice."""
+        now = self._settings_now()
+        if now != self._seen:
+            if not all(kind_of(*optimizer) is self.kind for optimizer in self._optimizers):
+                return False
+            self._seen = now
+        return True
 
     def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float], int]:
         """Count a step; return first states, second states, the kind, settings, each of cores and then of diagonals, and a seed."""
         counts, states = self._count_and_states()
-        steps = [0] * len(self._groups)
-        if counts is not None and any("betas" in group or group.get("lr_decay") for group in self._groups):
-            steps = [int(count) for count in counts.tolist()]
-        settings: list[float] = []
+        first, second = [*states, [], []][:2]
+        is_rounded = any(parameter.dtype != torch.float32 for parameter in self.cores)
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if is_rounded else 0
+        return first, second, self.kind.number, self._numbers(counts), seed
+
+    def _numbers(self, counts: Tensor | None) -> list[float]:
+        """Return the settings of all parameters as the operator takes them, after so many steps."""
+        now, (seen, numbers) = self._settings_now(), self._rules
+        if now == seen:
+            return numbers
+        groups = self._groups()
+        by_steps = counts is not None and any("betas" in group or group.get("lr_decay") for group in groups)
+        steps = [int(count) for count in counts.tolist()] if counts is not None and by_steps else [0] * len(groups)
+        numbers = []
         by_group: dict[tuple[int, int], list[float]] = {}  # usually one entry
-        for group, step in zip(self._groups, steps, strict=True):
+        for group, step in zip(groups, steps, strict=True):
             key = id(group), step
             if key not in by_group:
                 by_group[key] = _settings(group, step)
-            settings += by_group[key]
-        first, second = [*states, [], []][:2]
-        is_rounded = any(parameter.dtype != torch.float32 for parameter in self._parameters)
-        seed = int(torch.randint(1 << 62, (), device="cpu")) if is_rounded else 0
-        return first, second, self._kind.number, settings, seed
+            numbers += by_group[key]
+        is_constant = not by_steps and not any(isinstance(group["lr"], Tensor) for group in groups)
+        self._rules = now if is_constant else [], numbers
+        return numbers
 
-    def begin_gpu_step(self) -> tuple[str, list[Tensor]]:
-        """Count a step; return the kind, and first states of cores and then of diagonals."""
+    def begin_gpu_step(self) -> list[Tensor]:
+        """Count a step; return first states of cores and then of diagonals."""
         _, states = self._count_and_states()
-        return self._kind.name, states[0] if states else []
+        return states[0] if states else []
 
     def end_step(self) -> None:
         """Tell autograd that parameters have changed: where it saved them for other uses, their backward is an error."""
@@ -144,12 +183,20 @@ class Updates:
                 "a core that is updated in backward has a gradient, from another use of it, so its optimizer would take two steps: "
                 "let this table's cores get gradients, by update_in_backward_(table, None)"
             )
+        names = self.kind.states
+        if not names:
+            return None, []
         by_parameter = [
             optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
         ]
-        entries = list(zip(self._parameters, by_parameter, self._groups, strict=True))
-        states = [[_state(self._kind, *entry, name) for entry in entries] for name in self._kind.states]
-        return _count(by_parameter) if self._kind.states else None, states
+        found = [state.get(name) for name in ("step", *names) for state in by_parameter]
+        if self._count is not None and all(map(is_, found, self._found)):
+            return self._count.add_(1), self._states
+        entries = list(zip(self._parameters, by_parameter, self._groups(), strict=True))
+        self._states = [[_state(self.kind, *entry, name) for entry in entries] for name in names]
+        self._count = _count(by_parameter)
+        self._found = [state.get(name) for name in ("step", *names) for state in by_parameter]
+        return self._count, self._states
 
     def gpu_rules(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Return the rules of cores and of diagonals, which GPU kernels apply; None if they can't.
@@ -160,18 +207,71 @@ class Updates:
         Raises:
             ValueError: for row-wise Adagrad that kernels can't apply, because its own step doesn't work for cores.
         """
-        rules = [tuple(_rule(group).items()) for group in self._groups]
-        core_rules, diagonal_rules = set(rules[: len(self.cores)]), set(rules[len(self.cores) :])
+        now, (seen, made) = self._settings_now(), self._gpu_rules
+        if now == seen:
+            rules: tuple[dict[str, Any], dict[str, Any]] | None = made
+            return rules
+        groups = self._groups()
+        by_group = [tuple(_rule(group).items()) for group in groups]
+        core_rules, diagonal_rules = set(by_group[: len(self.cores)]), set(by_group[len(self.cores) :])
         are_equal = len(core_rules) == 1 and len(diagonal_rules) <= 1
-        is_known = self._kind in (ROW_WISE, _KINDS[torch.optim.SGD], _KINDS[torch.optim.Adagrad])
-        if is_known and are_equal and not any(group.get("lr_decay") for group in self._groups):
-            return dict(core_rules.pop()), dict(diagonal_rules.pop() if diagonal_rules else ())
-        if self._kind is ROW_WISE:
+        is_known = self.kind in (ROW_WISE, _KINDS[torch.optim.SGD], _KINDS[torch.optim.Adagrad])
+        rules = None
+        if is_known and are_equal and not any(group.get("lr_decay") for group in groups):
+            rules = dict(core_rules.pop()), dict(diagonal_rules.pop() if diagonal_rules else ())
+        elif self.kind is ROW_WISE:
             raise UserError(
                 "RowWiseAdagrad in backward on a GPU needs the same settings for all cores that are looked up together, and no "
                 "lr_decay: set it up so, or use Adagrad"
             )
-        return None
+        on_host = any(isinstance(group["lr"], Tensor) and group["lr"].device.type == "cpu" for group in groups)  # read every time
+        self._gpu_rules = None if on_host else now, rules
+        return rules
+
+
+class UntilChanged(Generic[T]):
+    """Keeps what was made of parameters until they, their memory, or the optimizers that update them in backward change.
+
+    Copies and pickles keep nothing. Threads may share it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[list[Tensor], list[Any], list[Any], T, list[Tensor]] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def get(self, parameters: list[Tensor], make: Callable[[], T]) -> T:
+        """Return what `make` returned for these parameters, calling it if need be."""
+        if self._kept is not None:
+            before, facts, handles, made, _ = self._kept
+            if (
+                len(parameters) == len(before)
+                and all(map(is_, parameters, before))
+                and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles)
+                and _facts(parameters) == facts
+            ):
+                return made
+        made = make()
+        if all(type(parameter) is nn.Parameter and not parameter.is_meta for parameter in parameters):
+            handles = [handle for parameter in parameters for handle, _ in hooks_in_backward(parameter)]
+            memory = [parameter.detach() for parameter in parameters]  # while it is referred to, no other has its addresses
+            self._kept = parameters, _facts(parameters), handles, made, memory
+        return made
+
+
+def _facts(parameters: Sequence[Tensor]) -> list[Any]:
+    """Return what may change about parameters."""
+    facts: list[Any] = [_active_replicas()]
+    for parameter in parameters:
+        attributes = parameter.__dict__
+        if attributes:
+            optimizers = attributes.get(_UPDATING), *attributes.get("_in_backward_optimizers", ())
+            facts.append((parameter.data_ptr(), parameter.requires_grad, optimizers))
+        else:
+            facts.append(parameter.data_ptr())
+            facts.append(parameter.requires_grad)
+    return facts
 
 
 def init_state_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
@@ -332,9 +432,14 @@ def is_row_wise(optimizer: Optimizer) -> bool:
 _AVERAGED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # ids of parameters, by the module that averages them
 
 
+def _active_replicas() -> Any:
+    """Return the DistributedDataParallel in whose forward this runs, or None."""
+    return _torchs(DistributedDataParallel, "_get_active_ddp_module")()
+
+
 def _averaged_parameters() -> set[int]:
     """Return the ids of parameters whose gradients a DistributedDataParallel averages, if this runs in the forward of one."""
-    replicas = _torchs(DistributedDataParallel, "_get_active_ddp_module")()
+    replicas = _active_replicas()
     if replicas is None:
         return set()
     if replicas not in _AVERAGED:

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from comera_rec.ops.plan.reference import first_keys, on_device
 from data_pipeline.errors import UserError
@@ -58,7 +59,9 @@ def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], rows:
         joined, ids_of_table = torch.cat(_offset_ids(ids, firsts, rows)), 0
     leading, trailing = (sum(modes) for modes in zip(*row_shapes, strict=True))
     modes = [number for shape in row_shapes for number in shape]
-    pairs, slices, order = _plan_pairs(joined, modes, list(rows), ids_of_table)
+    # Only tracers need the registered operator, which takes longer to call than kernels to run.
+    plan = _plan_pairs if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() else split_and_sort
+    pairs, slices, order = plan(joined, modes, list(rows), ids_of_table)
     return PairPlan(pairs=pairs, slices=slices, order=order, counts=(leading, trailing))
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,16 +122,17 @@ def on_device(constants: Sequence[Sequence[int]], device: torch.device) -> Tenso
     key = tuple(map(tuple, constants)), device
     if device.type != "cuda" or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():  # of fake tensors
         return torch.tensor(key[0], device=device)
-    if key in _CAPTURED:
-        return _CAPTURED[key]
-    tensor = _cached(*key)
-    if torch.cuda.is_current_stream_capturing():
-        _CAPTURED[key] = tensor
-    return tensor
+    return kept(_cached(*key))
 
 
-_CAPTURED: dict[Any, Tensor] = {}
-"""Constants that captured graphs read at their present addresses, forever."""
+def kept(constants: Tensor) -> Tensor:
+    """Return constants, and keep them forever if a graph is being captured, which reads them at their address."""
+    if constants.is_cuda and torch.cuda.is_current_stream_capturing():
+        _CAPTURED[constants.data_ptr()] = constants
+    return constants
+
+
+_CAPTURED: dict[int, Tensor] = {}
 
 
 @lru_cache(maxsize=4096)

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comera_rec.nn import TTEmbeddingBag
-from comera_rec.ops.bags import HotBlock, Table
+from comera_rec.ops.bags import HotBlock, TableGroup
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
 from comera_rec.recsys.sharding.fused_optimizer import is_fused
@@ -42,25 +41,26 @@ class ReplicatedLookup(TTEmbeddingBagCollection):
         self.update_in_backward = False  # gradients are reduced first
         self._group, self._divided = group, divided
 
-    def forward_parameters(self, tables: Sequence[TTEmbeddingBag]) -> list[Table]:
-        whole = super().forward_parameters(tables)
+    def forward_parameters(self, group: TableGroup) -> TableGroup:
         replicas = [
             replica
-            for table in whole
+            for table in group.tables
             for replica in (*table.cores[self._divided :], *table.diagonals, *itertools.chain.from_iterable(table.hot))
         ]
         fused = tuple(map(is_fused, replicas))
         if not (self._divided or any(fused)):
-            return whole
+            return group
         reduced = iter(_Reduced.apply(self._group, self._divided, fused, *replicas))
-        return [
-            table._replace(
-                cores=[*table.cores[: self._divided], *itertools.islice(reduced, len(table.cores) - self._divided)],
-                diagonals=[*itertools.islice(reduced, len(table.diagonals))],
-                hot=[HotBlock(*itertools.islice(reduced, len(block))) for block in table.hot],
-            )
-            for table in whole
-        ]
+        return TableGroup(
+            [
+                table._replace(
+                    cores=[*table.cores[: self._divided], *itertools.islice(reduced, len(table.cores) - self._divided)],
+                    diagonals=[*itertools.islice(reduced, len(table.diagonals))],
+                    hot=[HotBlock(*itertools.islice(reduced, len(block))) for block in table.hot],
+                )
+                for table in group.tables
+            ]
+        )
 
 
 class _Reduced(torch.autograd.Function):
