@@ -76,6 +76,7 @@ class _Counter(TorchDispatchMode):
 
 _INSIDE: dict[str, Callable[..., Any]] = {
     "plan_pairs": pairs.split_and_sort,
+    "plan_hot_rows": pairs.split_and_sort_hot_rows,
     "pool_pairs": bags.pool_into_bags,
     "pool_pairs_backward": bags.gradients,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -38,22 +39,28 @@ class Launch:
         with torch.cuda.device_of(first := next(iter(tensors.values()))):
             # Triton finds a kernel anew in every launch, in tens of microseconds: where nothing that it is compiled for differs,
             # the one that it found is launched again.
-            key = (
-                self.kernel, *self.constants.values(), self.num_warps, self.num_stages, first.get_device(), *tensors,
-                *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors.values()],
-                *[number > _LARGEST for number in self.numbers.values()],
-            )  # fmt: skip
+            kinds = [(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors.values()]
+            key = self._compiled_for, first.get_device(), *tensors, *kinds
             compiled = _COMPILED.get(key)
             if compiled is not None:
-                arguments = {**tensors, **self.numbers, **self.constants}
-                grid = (*self.grid, 1, 1)[:3]
-                compiled[grid](*[arguments[name] for name in self.kernel.arg_names])
+                arguments = {**self.numbers, **self.constants, **tensors}
+                compiled[self._grid](*[arguments[name] for name in self.kernel.arg_names])
                 return
             compiled = self.kernel[self.grid](
                 **tensors, **self.numbers, **self.constants, **self.OPTIONS, num_warps=self.num_warps, num_stages=self.num_stages
             )
             if compiled is not None:  # not in the interpreter
                 _COMPILED[key] = compiled
+
+    @cached_property
+    def _compiled_for(self) -> tuple[object, ...]:
+        """What the kernel is compiled for, apart from tensors: constants, and whether numbers are of 32 bits."""
+        return self.variant, tuple(number > _LARGEST for number in self.numbers.values())
+
+    @cached_property
+    def _grid(self) -> tuple[int, int, int]:
+        x, y, z = (*self.grid, 1, 1)[:3]
+        return x, y, z
 
     @property
     def variant(self) -> tuple[object, ...]:
@@ -74,7 +81,6 @@ def recorded_launches() -> Iterator[list[tuple[Launch, Mapping[str, Tensor]]]]:
 _recorders: list[list[tuple[Launch, Mapping[str, Tensor]]]] = []
 _COMPILED: dict[tuple[object, ...], Any] = {}
 _LARGEST = 0x7FFFFFFF
-"""Larger numbers are arguments of another type."""
 
 
 def rank_bucket(rank: int) -> int:
@@ -83,6 +89,11 @@ def rank_bucket(rank: int) -> int:
     Padding is zeros, which change no product.
     """
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())
+
+
+def ceil_div(size: int, part: int) -> int:
+    """Return how many parts cover a size."""
+    return -(-size // part)
 
 
 def block(size: int, largest: int) -> int:

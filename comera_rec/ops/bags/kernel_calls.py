@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,18 +38,26 @@ class Ending(NamedTuple):
     """"gradient" or the optimizer's class."""
     results: Sequence[Tensor]
     """Where gradients go, or the optimizer's states; the parameters themselves if it has none."""
-    settings: Mapping[str, Any] = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0}
+    settings: Mapping[str, Any] = {}
+    """Of the optimizer."""
 
     @property
     def lr(self) -> Tensor | None:
         """The learning rate if it is a tensor, which the device reads itself."""
-        lr = self.settings["lr"]
+        lr = self.settings.get("lr")
         return lr if isinstance(lr, Tensor) else None
 
     @property
-    def numbers(self) -> dict[str, float]:
-        """The settings; the learning rate is 0 if it is a tensor."""
-        return {**self.settings, "lr": 0.0 if self.lr is not None else self.settings["lr"]}
+    def rule(self) -> Any:
+        """The settings as kernels take them."""
+        rule = _kernels()[1].Rule(**self.settings)
+        return rule if self.lr is None else rule._replace(lr=0.0)
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """The modules of kernels, which need triton to be installed."""
+    return tuple(importlib.import_module(f"comera_rec.ops.bags.{name}") for name in ("triton", "triton_updates"))  # type: ignore[return-value]
 
 
 class KernelTables:
@@ -105,8 +114,7 @@ class KernelCalls:
         self, tables: KernelTables, plan: Sequence[Tensor], offsets: Tensor, weights: Tensor | None, mode: str, features: int,
         num_cols: int,
     ) -> None:  # fmt: skip
-        self._kernels = importlib.import_module("comera_rec.ops.bags.triton")  # needs triton to be installed
-        self._updates = importlib.import_module("comera_rec.ops.bags.triton_updates")
+        self._kernels, self._updates = _kernels()
         self._tables = tables
         self._pairs, self._slices, self._order = plan
         self._offsets, self._weights = offsets, weights
@@ -173,14 +181,14 @@ class KernelCalls:
             "seed_ptr": self._seed(cores, diagonals),
         }  # fmt: skip
         sizes = replace(self.sizes, aligned=self.sizes.aligned and all(_address(result) % 16 == 0 for result in cores.results))
-        self._updates.finish_launch(sizes, cores.kind, cores.numbers, lr_in_tensor=cores.lr is not None)(
+        self._updates.finish_launch(sizes, cores.kind, cores.rule, lr_in_tensor=cores.lr is not None)(
             **operands, **sums.operands, pairs_ptr=self._pairs, a_ptr=tables.leading, b_ptr=tables.trailing,
             left_result_ptr=cores.results[0], right_result_ptr=cores.results[half],
             lr_ptr=sums.left if cores.lr is None else cores.lr,
         )  # fmt: skip
         if diagonals is not None:
             settings = {"lr_in_tensor": diagonals.lr is not None}
-            self._updates.diagonals_launch(self.sizes, half, diagonals.kind, diagonals.numbers, **settings)(
+            self._updates.diagonals_launch(self.sizes, half, diagonals.kind, diagonals.rule, **settings)(
                 **operands, result_ptr=diagonals.results[0],
                 lr_ptr=sums.left if diagonals.lr is None else diagonals.lr,
             )  # fmt: skip

@@ -16,11 +16,12 @@ those of the first table. Every sum has a fixed order, so that results do not ch
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import triton
 import triton.language as tl
 
-from comera_rec.ops.launch import Launch, block
+from comera_rec.ops.launch import Launch, block, ceil_div
 
 CHUNK = 32
 """Ids that a program of `_sum_slices` takes: enough to reuse its accumulator, few enough to keep a GPU busy with 50,000 ids."""
@@ -339,13 +340,14 @@ def _sum_slices(
         )  # fmt: skip
 
 
+@lru_cache(maxsize=256)
 def pool_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weighted: bool) -> Launch:
     """Return the launch of `_pool`."""
     (tile_1, down), (tile_2, across) = _tiles(sizes.n1), _tiles(sizes.n2)
     at_once = min(down * across, LANES)
     return Launch(
         kernel=_pool,
-        grid=(triton.cdiv(num_bags, LANES // at_once), down * across // at_once),
+        grid=(ceil_div(num_bags, LANES // at_once), down * across // at_once),
         numbers={"num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features},
         constants={
             "N1": sizes.n1, "N2": sizes.n2, "N": sizes.num_cols, "SCALED": sizes.scaled, "ALIGNED": sizes.aligned,
@@ -356,12 +358,13 @@ def pool_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weight
     )  # fmt: skip
 
 
+@lru_cache(maxsize=256)
 def slices_launch(sizes: Sizes, *, num_bags: int, features: int, num_owners: int, mode: str, weighted: bool) -> Launch:
     """Return the launch of `_sum_slices`."""
     (tile_1, across_1), (tile_2, across_2), (_, down) = _tiles(sizes.n1), _tiles(sizes.n2), _tiles(sizes.rank)
     return Launch(
         kernel=_sum_slices,
-        grid=(2 * triton.cdiv(sizes.num_ids, CHUNK), triton.cdiv(down * max(across_1, across_2), LANES)),
+        grid=(2 * ceil_div(sizes.num_ids, CHUNK), ceil_div(down * max(across_1, across_2), LANES)),
         numbers={
             "num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features,
             "num_left": sizes.counts[0], "num_right": sizes.counts[1], "num_owners": num_owners,
@@ -378,4 +381,4 @@ def slices_launch(sizes: Sizes, *, num_bags: int, features: int, num_owners: int
 def _tiles(size: int) -> tuple[int, int]:
     """Return the side of a tile, and how many cover a size: powers of two."""
     side = block(size, 4)
-    return side, block(triton.cdiv(size, side), 1 << 30)
+    return side, block(ceil_div(size, side), 1 << 30)

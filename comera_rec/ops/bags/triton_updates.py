@@ -9,11 +9,15 @@ SGD and Adagrad change no others; with it, other slices don't shrink.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from comera_rec.ops.bags.triton import CHUNK, Sizes
-from comera_rec.ops.launch import LEAST_RANK, Launch, block
+from comera_rec.ops.launch import LEAST_RANK, Launch, block, ceil_div
 
 COLUMNS = tl.constexpr(9)
 RANK, DIAGONAL, CORES, RESULTS = (tl.constexpr(column) for column in (0, 1, 2, 4))
@@ -28,6 +32,14 @@ PARTS_AT_ONCE = 8, 32
 DIAGONAL_SLICES = 1024
 """Trailing slices that `_finish_diagonals` adds up at once."""
 _SLICES_AT_ONCE = 8
+
+
+class Rule(NamedTuple):
+    """Settings of an optimizer; the learning rate is 0 if the device reads it from a tensor."""
+
+    lr: float = 0.0
+    eps: float = 0.0
+    weight_decay: float = 0.0
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_left", "num_right", "eighth_left", "eighth_right"])
@@ -273,16 +285,17 @@ def _finish_diagonals(
         tl.store(at, _rounded(value, seed_ptr, 4, diagonal + k, d_ptr.dtype.element_ty), mask=mask)
 
 
-def parts_launches(sizes: Sizes) -> list[Launch]:
+@lru_cache(maxsize=256)
+def parts_launches(sizes: Sizes) -> Sequence[Launch]:
     """Return the launches of `_sum_parts`, which is compiled for all ranks: one, or two if there is more than a group."""
     size_left, size_right = sizes.rank * sizes.n1, sizes.rank * sizes.n2  # multiples of 8, because ranks are
     columns = 128
-    chunks = triton.cdiv(sizes.num_ids, CHUNK)
+    chunks = ceil_div(sizes.num_ids, CHUNK)
 
     def launch(step: int, at_once: int, num_warps: int) -> Launch:
         return Launch(
             kernel=_sum_parts,
-            grid=(triton.cdiv(chunks, step), triton.cdiv(max(size_left, size_right), columns), 2),
+            grid=(ceil_div(chunks, step), ceil_div(max(size_left, size_right), columns), 2),
             numbers={
                 "num_ids": sizes.num_ids, "num_left": sizes.counts[0], "num_right": sizes.counts[1],
                 "eighth_left": size_left // 8, "eighth_right": size_right // 8,
@@ -297,15 +310,16 @@ def parts_launches(sizes: Sizes) -> list[Launch]:
     return [launch(1, PARTS_AT_ONCE[0], 1), *groups]
 
 
-def finish_launch(sizes: Sizes, kind: str, settings: dict[str, float], *, lr_in_tensor: bool = False) -> Launch:
+@lru_cache(maxsize=256)
+def finish_launch(sizes: Sizes, kind: str, settings: Rule, *, lr_in_tensor: bool = False) -> Launch:
     """Return the launch of `_finish_slices`, which is compiled once for all ranks."""
     (block_k1, block_x1), (block_k2, block_x2) = ((max(1, 128 // block(x, 64)), block(x, 64)) for x in (sizes.n1, sizes.n2))
     return Launch(
         kernel=_finish_slices,
-        grid=(sum(triton.cdiv(count, _SLICES_AT_ONCE) for count in sizes.counts),),
+        grid=(sum(ceil_div(count, _SLICES_AT_ONCE) for count in sizes.counts),),
         numbers={
             "num_ids": sizes.num_ids, "num_left": sizes.counts[0], "num_right": sizes.counts[1], "rank_limit": sizes.rank,
-            **settings,
+            **settings._asdict(),
         },
         constants={
             "N1": sizes.n1, "N2": sizes.n2, "SCALED": sizes.scaled, "ALIGNED": sizes.aligned, "KIND": kind,
@@ -316,13 +330,14 @@ def finish_launch(sizes: Sizes, kind: str, settings: dict[str, float], *, lr_in_
     )  # fmt: skip
 
 
-def diagonals_launch(sizes: Sizes, num_tables: int, kind: str, settings: dict[str, float], *, lr_in_tensor: bool = False) -> Launch:
+@lru_cache(maxsize=256)
+def diagonals_launch(sizes: Sizes, num_tables: int, kind: str, settings: Rule, *, lr_in_tensor: bool = False) -> Launch:
     """Return the launch of `_finish_diagonals`, which is compiled once for all ranks."""
     columns = LEAST_RANK
     return Launch(
         kernel=_finish_diagonals,
-        grid=(num_tables, triton.cdiv(sizes.rank, columns)),
-        numbers={"rank_limit": sizes.rank, **settings},
+        grid=(num_tables, ceil_div(sizes.rank, columns)),
+        numbers={"rank_limit": sizes.rank, **settings._asdict()},
         constants={
             "KIND": kind,
             "LR_IN_TENSOR": lr_in_tensor,

@@ -101,7 +101,9 @@ def split_and_sort(ids: Tensor, modes: Sequence[int], rows: Sequence[int], ids_o
     keys = ids.new_empty(2, len(ids), dtype=key_type(first_left[-1], first_right[-1]))
     if len(ids):
         kernels = importlib.import_module("comera_rec.ops.plan.triton")  # needs triton to be installed
-        kernels.split_ids(ids, on_device(list(columns), ids.device), pairs, keys, ids_of_table, first_left[-1])
+        kernels.split_launch(len(ids), ids_of_table, first_left[-1], len(rows))(
+            ids_ptr=ids, tables_ptr=on_device(list(columns), ids.device), pairs_ptr=pairs, keys_ptr=keys
+        )
     return pairs, *sort_keys(keys)
 
 
@@ -122,19 +124,45 @@ def plan_hot_rows(pairs: Tensor, trailing: Sequence[int], first_rows: Sequence[i
         first_rows: the row that id 0 refers to, of each table.
         blocks: the numbers of rows of each table's blocks.
     """
-    rows, sums = [count for table in blocks for count in table], [sum(table) for table in blocks]
-    p, q, table = pairs.long()
-    factor, first_row, end, first_number = on_device([trailing, first_rows, sums, first_keys(sums)[:-1]], pairs.device)[:, table]
-    row = p * factor + q + first_row
-    is_hot = row < end
-    number = torch.where(is_hot, row + first_number, sum(rows))  # of the row among those of all blocks
-    (first_numbers,) = on_device([first_keys(rows)], pairs.device)
-    block = torch.searchsorted(first_numbers, number, right=True) - 1
-    within = torch.where(is_hot, number - first_numbers[block], -1)
-    hot_pairs = torch.stack([within, within.clamp(max=0), torch.where(is_hot, block, 0)]).int()
-    counts = sum(rows), len(rows)
-    slices, order = sort_keys(torch.stack([number, block + sum(rows) + 1]).to(key_type(*counts)))
-    return PairPlan(pairs=hot_pairs, slices=slices, order=order, counts=counts)
+    sizes = [list(trailing), list(first_rows), [len(table) for table in blocks], [count for table in blocks for count in table]]
+    # Only tracers need the registered operator.
+    plan = _plan_hot_rows if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() else split_and_sort_hot_rows
+    hot_pairs, slices, order = plan(pairs, *sizes)
+    return PairPlan(pairs=hot_pairs, slices=slices, order=order, counts=(sum(sizes[-1]), len(sizes[-1])))
+
+
+@torch.library.custom_op("comera_rec::plan_hot_rows", mutates_args=())
+def _plan_hot_rows(
+    pairs: Tensor, trailing: list[int], first_rows: list[int], blocks: list[int], rows: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return split_and_sort_hot_rows(pairs, trailing, first_rows, blocks, rows)
+
+
+def split_and_sort_hot_rows(
+    pairs: Tensor, trailing: Sequence[int], first_rows: Sequence[int], blocks: Sequence[int], rows: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return pairs, slices and order of hot rows; `blocks` is each table's number of blocks, `rows` each block's of rows."""
+    first_blocks, firsts = first_keys(blocks), first_keys(rows)
+    hot_pairs = torch.empty_like(pairs, dtype=torch.int32)
+    keys = pairs.new_empty(2, pairs.shape[1], dtype=key_type(firsts[-1], len(rows)))
+    if keys.numel():
+        first_hot = [firsts[block] for block in first_blocks]
+        sums = [beyond - first for first, beyond in pairwise(first_hot)]
+        columns = zip(trailing, first_rows, sums, first_hot, first_blocks, first_blocks[1:], strict=False)
+        kernels = importlib.import_module("comera_rec.ops.plan.triton")
+        kernels.hot_launch(pairs.shape[1], firsts[-1], len(rows), max(blocks))(
+            pairs_ptr=pairs.int(), tables_ptr=on_device(list(columns), pairs.device),
+            firsts_ptr=on_device([firsts], pairs.device), hot_pairs_ptr=hot_pairs, keys_ptr=keys,
+        )  # fmt: skip
+    return hot_pairs, *sort_keys(keys)
+
+
+@_plan_hot_rows.register_fake
+def _(
+    pairs: Tensor, trailing: list[int], first_rows: list[int], blocks: list[int], rows: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys = pairs.new_empty(2, pairs.shape[1], dtype=key_type(sum(rows), len(rows)))
+    return torch.empty_like(pairs, dtype=torch.int32), keys, torch.empty_like(keys, dtype=torch.int64)
 
 
 def pair_up(p: Tensor, q: Tensor, counts: tuple[int, int]) -> PairPlan:

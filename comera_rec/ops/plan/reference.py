@@ -6,7 +6,7 @@ L ids, K keys, T tables. Keys are numbered through all tables, and -1 is padding
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -122,17 +122,17 @@ def on_device(constants: Sequence[Sequence[int]], device: torch.device) -> Tenso
     key = tuple(map(tuple, constants)), device
     if device.type != "cuda" or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():  # of fake tensors
         return torch.tensor(key[0], device=device)
-    return kept(_cached(*key))
+    return _CAPTURED[key] if key in _CAPTURED else kept(_cached(*key), key)
 
 
-def kept(constants: Tensor) -> Tensor:
-    """Return constants, and keep them forever if a graph is being captured, which reads them at their address."""
-    if constants.is_cuda and torch.cuda.is_current_stream_capturing():
-        _CAPTURED[constants.data_ptr()] = constants
+def kept(constants: Tensor, key: Hashable = None) -> Tensor:
+    """Return constants, and keep them forever, under a key, if a graph is being captured, which reads them at their address."""
+    if constants.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _CAPTURED[key or constants.data_ptr()] = constants
     return constants
 
 
-_CAPTURED: dict[int, Tensor] = {}
+_CAPTURED: dict[Hashable, Tensor] = {}
 
 
 @lru_cache(maxsize=4096)

@@ -1,17 +1,21 @@
 # ruff: noqa: N803 - Triton's convention: constants are in capitals
 # mypy: allow-untyped-defs
-"""The Triton kernel that finds the two slices of every id, for all tables of order 2 at once. L ids, T tables."""
+"""The Triton kernels that find the two slices of every id, and its hot row, for all tables at once. L ids, T tables."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from comera_rec.ops.launch import Launch, block
+from comera_rec.ops.launch import Launch, block, ceil_div
 
 COLUMNS = 5
-"""What a kernel gets for each table: rows, trailing slices, numbers of its first leading and trailing slice, and its first row."""
+"""What `_split_ids` gets for each table: rows, trailing slices, numbers of its first leading and trailing slice, its first row."""
+HOT_COLUMNS = tl.constexpr(6)
+"""What `_split_hot_rows` gets for each table: the factor of p, the row of id 0, hot rows, and numbers of its first hot row, of its
+first block and of the next table's."""
 
 
 @triton.jit(do_not_specialize=["num_ids", "ids_of_table", "num_left"])
@@ -51,19 +55,57 @@ def _split_ids(
     tl.store(keys_ptr + num_ids + position, right.to(keys_ptr.dtype.element_ty), mask=is_id)
 
 
+@lru_cache(maxsize=256)
 def split_launch(num_ids: int, ids_of_table: int, num_left: int, num_tables: int) -> Launch:
     """Return the launch of `_split_ids`."""
     size = block(num_ids, 256)
     return Launch(
         kernel=_split_ids,
-        grid=(triton.cdiv(num_ids, size),),
+        grid=(ceil_div(num_ids, size),),
         numbers={"num_ids": num_ids, "ids_of_table": ids_of_table, "num_left": num_left},
         constants={"NUM_TABLES": num_tables, "STEPS": (num_tables - 1).bit_length(), "COLUMNS": COLUMNS, "BLOCK": size},
         num_warps=4,
     )
 
 
-def split_ids(ids: Tensor, tables: Tensor, pairs: Tensor, keys: Tensor, ids_of_table: int, num_left: int) -> None:
-    """Fill pairs [3, L] and keys [2, L]."""
-    launch = split_launch(len(ids), ids_of_table, num_left, len(tables))
-    launch(ids_ptr=ids, tables_ptr=tables, pairs_ptr=pairs, keys_ptr=keys)
+@triton.jit(do_not_specialize=["num_ids", "num_rows", "num_blocks"])
+def _split_hot_rows(
+    pairs_ptr, tables_ptr, firsts_ptr, hot_pairs_ptr, keys_ptr, num_ids, num_rows, num_blocks,
+    MOST_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """hot_pairs[:, l] = the row of id l within its block, 0, and the block; -1, -1 and 0 if the id has no hot row.
+
+    keys[:, l] = number of the row among those of all blocks, and of the block, from num_rows + 1 on. Blocks start at firsts.
+    """
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_id = position < num_ids
+    p = tl.load(pairs_ptr + position, mask=is_id, other=-1).to(tl.int64)
+    q = tl.load(pairs_ptr + num_ids + position, mask=is_id, other=0).to(tl.int64)
+    table_ptr = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + position, mask=is_id, other=0) * HOT_COLUMNS
+    row = p * tl.load(table_ptr) + q + tl.load(table_ptr + 1)
+    is_hot = (p >= 0) & (row < tl.load(table_ptr + 2))
+    number = tl.where(is_hot, row + tl.load(table_ptr + 3), num_rows)
+    block, beyond = tl.load(table_ptr + 4), tl.load(table_ptr + 5)
+    for _ in tl.static_range(MOST_BLOCKS - 1):
+        is_later = (block + 1 < beyond) & (number >= tl.load(firsts_ptr + tl.minimum(block + 1, num_blocks)))
+        block = tl.where(is_later, block + 1, block)
+    block = tl.where(is_hot, block, num_blocks)
+    within = tl.where(is_hot, number - tl.load(firsts_ptr + block), -1)
+    tl.store(hot_pairs_ptr + position, within.to(tl.int32), mask=is_id)
+    tl.store(hot_pairs_ptr + num_ids + position, tl.minimum(within, 0).to(tl.int32), mask=is_id)
+    tl.store(hot_pairs_ptr + 2 * num_ids + position, tl.where(is_hot, block, 0).to(tl.int32), mask=is_id)
+    tl.store(keys_ptr + position, number.to(keys_ptr.dtype.element_ty), mask=is_id)
+    tl.store(keys_ptr + num_ids + position, (block + num_rows + 1).to(keys_ptr.dtype.element_ty), mask=is_id)
+
+
+@lru_cache(maxsize=256)
+def hot_launch(num_ids: int, num_rows: int, num_blocks: int, most_blocks: int) -> Launch:
+    """Return the launch of `_split_hot_rows`."""
+    size = block(num_ids, 256)
+    return Launch(
+        kernel=_split_hot_rows,
+        grid=(ceil_div(num_ids, size),),
+        numbers={"num_ids": num_ids, "num_rows": num_rows, "num_blocks": num_blocks},
+        constants={"MOST_BLOCKS": most_blocks, "BLOCK": size},
+        num_warps=4,
+    )
