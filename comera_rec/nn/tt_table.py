@@ -132,7 +132,10 @@ class TTTable(TTModule):
     def lookup_parameters(self) -> list[Any]:
         """List what lookups read, hot rows included."""
         blocks: Any = self._modules["hot_rows"]  # faster than attributes
-        return [*self._parameters.values(), *(each for rows in blocks._modules.values() for each in rows._parameters.values())]
+        parameters = list(self._parameters.values())
+        for rows in blocks._modules.values():
+            parameters += rows._parameters.values()
+        return parameters
 
     def hot_blocks(self) -> Iterator[HotRows]:
         """Yield the blocks of `hot_rows`, the most frequent ids first."""

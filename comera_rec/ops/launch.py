@@ -36,14 +36,15 @@ class Launch:
         if _recorders:
             _recorders[-1].append((self, tensors))
             return
-        with torch.cuda.device_of(first := next(iter(tensors.values()))):
-            # Triton finds a kernel anew in every launch, in tens of microseconds: where nothing that it is compiled for differs,
-            # the one that it found is launched again.
-            kinds = [(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors.values()]
-            key = self._compiled_for, first.get_device(), *tensors, *kinds
+        with torch.cuda.device_of(next(iter(tensors.values()))):
+            # Triton finds a kernel anew in every launch, and asks the driver about each pointer, which takes tens of microseconds:
+            # where nothing that a kernel is compiled for differs, the one that it found is launched again, by addresses.
+            addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+            kinds = [(tensor.dtype, tensor.get_device(), tensor.data_ptr() % 16 == 0) for tensor in tensors.values()]
+            key = self._compiled_for, *tensors, *kinds
             compiled = _COMPILED.get(key)
             if compiled is not None:
-                arguments = {**self.numbers, **self.constants, **tensors}
+                arguments = {**self.numbers, **self.constants, **addresses}
                 compiled[self._grid](*[arguments[name] for name in self.kernel.arg_names])
                 return
             compiled = self.kernel[self.grid](

@@ -234,7 +234,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """Group tables that differ only in row modes and ranks, which share a lookup; on GPUs zeros pad ranks of similar size."""
         if torch.compiler.is_compiling():
             return self._make_lookups()
-        parameters = [each for name in self.tt_bags for each in self.tt_bag(name).lookup_parameters()]
+        tables: Any = self.tt_bags._modules.values()  # faster than by name
+        parameters = [each for table in tables for each in table.lookup_parameters()]
         return self._kept_lookups.get(parameters, self._make_lookups)
 
     def _make_lookups(self) -> list[_Lookup]:

@@ -248,7 +248,7 @@ class _UpdatingPool(torch.autograd.Function):
         rules = updates.gpu_rules()
         if rules is None:
             raise UserError("the settings of the optimizers in backward have changed since forward: change them between steps")
-        kind, states = updates.kind, updates.begin_gpu_step()
+        kind, (of_cores, of_diagonals) = updates.kind, updates.begin_gpu_step()
         weight_gradients: Tensor | None = None
         diagonal_gradients: list[Tensor] = []
         if not (grad.numel() and call.num_ids):
@@ -256,14 +256,14 @@ class _UpdatingPool(torch.autograd.Function):
         sums = call.sum_slices(grad, targets)
         if weights is not None and ctx.needs_input_grad[8]:
             weight_gradients = call.gradients_of_weights(grad, targets)
-        num_cores, diagonals_end = len(updates.cores), None
+        diagonals_end = None
         if updates.diagonals is not None:
             of_numbers = "Adagrad" if kind is ROW_WISE else kind.name  # a row of a diagonal is one number
-            diagonals_end = Ending(of_numbers, states[num_cores:] or updates.diagonals, rules[1])
+            diagonals_end = Ending(of_numbers, of_diagonals, rules[1])
         elif saved:
             flat = grad.new_zeros(sum(map(len, saved)), dtype=saved[0].dtype)
             diagonals_end = Ending("gradient", flat.split([len(each) for each in saved]))
             diagonal_gradients = _like(saved, flat)
-        call.finish(sums, Ending(kind.name, states[:num_cores] or updates.cores, rules[0]), diagonals_end)
+        call.finish(sums, Ending(kind.name, of_cores, rules[0]), diagonals_end)
         updates.end_step()
         return *(None,) * 8, weight_gradients, *diagonal_gradients

@@ -83,25 +83,25 @@ class KernelTables:
         self._diagonal_starts = _starts(diagonals) if diagonals else [0] * half
         self._modes = [core.shape[1] for core in cores[half:]]
         self._columns = self._device_columns(self.ranks, *self._starts, self._diagonal_starts)
-        self._ends: tuple[list[int], Tensor] | None = None
+        self.rank = rank_bucket(max(self.ranks))
+        self._ends: tuple[Sequence[Tensor], Sequence[Tensor], Tensor, bool] | None = None
 
     @property
     def columns(self) -> Tensor:
         """What forward kernels read about each table."""
         return kept(self._columns)
 
-    def end_columns(self, cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Tensor:
-        """Return what the last kernels of a backward read about each table: also where results go."""
-        addresses = [*map(_address, cores), *map(_address, diagonals)]
-        if self._ends is None or self._ends[0] != addresses:
+    def ends(self, cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        """Return what the last kernels of a backward read about each table, and whether all results are aligned."""
+        if self._ends is None or self._ends[0] is not cores or self._ends[1] is not diagonals:
             half = len(self.ranks)
             of_diagonals = _starts(diagonals) if diagonals else [0] * half
             columns = self._device_columns(
                 self.ranks, self._diagonal_starts, *self._starts, _starts(cores[:half]), _starts(cores[half:]), of_diagonals,
                 first_keys(self._modes)[:-1], self._modes,
             )  # fmt: skip
-            self._ends = addresses, columns
-        return kept(self._ends[1])
+            self._ends = cores, diagonals, columns, all(_address(result) % 16 == 0 for result in cores)
+        return kept(self._ends[2]), self._ends[3]
 
     def _device_columns(self, *columns: Sequence[int]) -> Tensor:
         return on_device(list(zip(*columns, strict=True)), self.leading.device)
@@ -122,7 +122,7 @@ class KernelCalls:
         self._bag_counts = {"num_bags": self.num_bags, "features": features}
         self._pooling: dict[str, Any] = {"mode": mode, "weighted": weights is not None}
         self.sizes = self._kernels.Sizes(
-            num_ids=self.num_ids, counts=tables.counts, n1=tables.n1, rank=rank_bucket(max(tables.ranks)), n2=tables.n2,
+            num_ids=self.num_ids, counts=tables.counts, n1=tables.n1, rank=tables.rank, n2=tables.n2,
             num_cols=num_cols, scaled=bool(tables.diagonal_sizes), aligned=tables.are_aligned,
         )  # fmt: skip
 
@@ -156,7 +156,7 @@ class KernelCalls:
             torch.empty(count + chunks, self.sizes.rank * size, dtype=torch.float32, device=grad.device)
             for count, size in zip(self.sizes.counts, (self.sizes.n1, self.sizes.n2), strict=True)
         )
-        sizes, tables = replace(self.sizes, aligned=self.sizes.aligned and _address(grad) % 16 == 0), self._tables
+        sizes, tables = self.sizes if _address(grad) % 16 == 0 else replace(self.sizes, aligned=False), self._tables
         self._kernels.slices_launch(sizes, **self._bag_counts, num_owners=len(owners), **self._pooling)(
             grad_ptr=grad, a_ptr=tables.leading, b_ptr=tables.trailing, tables_ptr=tables.columns, pairs_ptr=self._pairs,
             slices_ptr=self._slices, order_ptr=self._order, targets_ptr=targets, offsets_ptr=self._offsets,
@@ -171,8 +171,9 @@ class KernelCalls:
     def finish(self, sums: Sums, cores: Ending, diagonals: Ending | None) -> None:
         """Write the gradients of cores and diagonals or update them; `diagonals` is None if there are none."""
         tables, half = self._tables, len(self._tables.ranks)
+        columns, are_aligned = tables.ends(cores.results, () if diagonals is None else diagonals.results)
         operands = {
-            "tables_ptr": tables.end_columns(cores.results, () if diagonals is None else diagonals.results),
+            "tables_ptr": columns,
             "d_ptr": tables.first_diagonal,
             "products_ptr": torch.empty(
                 self.sizes.counts[1] if tables.diagonal_sizes else 0, self.sizes.rank, dtype=torch.float32,
@@ -180,7 +181,7 @@ class KernelCalls:
             ),
             "seed_ptr": self._seed(cores, diagonals),
         }  # fmt: skip
-        sizes = replace(self.sizes, aligned=self.sizes.aligned and all(_address(result) % 16 == 0 for result in cores.results))
+        sizes = self.sizes if are_aligned else replace(self.sizes, aligned=False)
         self._updates.finish_launch(sizes, cores.kind, cores.rule, lr_in_tensor=cores.lr is not None)(
             **operands, **sums.operands, pairs_ptr=self._pairs, a_ptr=tables.leading, b_ptr=tables.trailing,
             left_result_ptr=cores.results[0], right_result_ptr=cores.results[half],

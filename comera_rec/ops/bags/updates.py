@@ -124,6 +124,7 @@ class Updates:
         self._found: list[Any] = []  # counts and states in the last step
         self._count: Tensor | None = None
         self._states: list[list[Tensor]] = []
+        self._gpu_results: tuple[list[list[Tensor]], Sequence[Tensor], Sequence[Tensor]] | None = None
 
     def _groups(self) -> list[dict[str, Any]]:
         return [optimizer.param_groups[number] for optimizer, number in self._optimizers]
@@ -167,10 +168,14 @@ class Updates:
         self._rules = now if is_constant else [], numbers
         return numbers
 
-    def begin_gpu_step(self) -> list[Tensor]:
-        """Count a step; return first states of cores and then of diagonals."""
+    def begin_gpu_step(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Count a step; return first states of cores and of diagonals, or these themselves; the same lists if none is new."""
         _, states = self._count_and_states()
-        return states[0] if states else []
+        if self._gpu_results is None or self._gpu_results[0] is not states:
+            count, parameters = len(self.cores), [*self.cores, *(self.diagonals or ())]
+            results = states[0] if states else parameters
+            self._gpu_results = states, results[:count], results[count:]
+        return self._gpu_results[1:]
 
     def end_step(self) -> None:
         """Tell autograd that parameters have changed: where it saved them for other uses, their backward is an error."""
@@ -185,7 +190,7 @@ class Updates:
             )
         names = self.kind.states
         if not names:
-            return None, []
+            return None, self._states
         by_parameter = [
             optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
         ]

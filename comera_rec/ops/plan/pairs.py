@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -69,11 +70,14 @@ def _join(ids: Sequence[Tensor]) -> Tensor:
     """Concatenate ids; without a copy if they are neighbors in memory, as those of a KeyedJaggedTensor are."""
     if len(ids) == 1:
         return ids[0].contiguous()
-    if not torch.compiler.is_compiling():
-        memory = {(table.untyped_storage()._cdata, table.dtype) for table in ids}
-        neighbors = all(one.storage_offset() + len(one) == other.storage_offset() for one, other in pairwise(ids))
-        if len(memory) == 1 and neighbors and all(table.is_contiguous() for table in ids):
-            return ids[0].as_strided((sum(map(len, ids)),), (1,))
+    whole, beyond = ids[0]._base, ids[0].storage_offset()
+    if whole is not None and not torch.compiler.is_compiling():
+        for table in ids:
+            if table._base is not whole or table.storage_offset() != beyond or not table.is_contiguous():
+                break
+            beyond += len(table)
+        else:
+            return ids[0].as_strided((beyond - ids[0].storage_offset(),), (1,))
     return torch.cat(list(ids))
 
 
@@ -94,17 +98,24 @@ def _plan_pairs(ids: Tensor, modes: list[int], rows: list[int], ids_of_table: in
 def split_and_sort(ids: Tensor, modes: Sequence[int], rows: Sequence[int], ids_of_table: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return pairs, slices and order of ids [L] of all tables, modes [2 T] and rows [T]."""
     _require_few(len(ids))
+    columns, (num_left, num_right) = _columns(tuple(modes), tuple(rows))
+    pairs = ids.new_empty(3, len(ids), dtype=torch.int32)
+    keys = ids.new_empty(2, len(ids), dtype=key_type(num_left, num_right))
+    if len(ids):
+        kernels = importlib.import_module("comera_rec.ops.plan.triton")  # needs triton to be installed
+        kernels.split_launch(len(ids), ids_of_table, num_left, len(rows))(
+            ids_ptr=ids, tables_ptr=on_device(columns, ids.device), pairs_ptr=pairs, keys_ptr=keys
+        )
+    return pairs, *sort_keys(keys)
+
+
+@lru_cache(maxsize=64)
+def _columns(modes: tuple[int, ...], rows: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, int]]:
+    """Return what the kernel reads about each table, and the numbers of leading and trailing slices."""
     leading, trailing = modes[::2], modes[1::2]
     first_left, first_right = first_keys(leading), first_keys(trailing)
     columns = zip(rows, trailing, first_left, first_right, first_keys(rows), strict=False)
-    pairs = ids.new_empty(3, len(ids), dtype=torch.int32)
-    keys = ids.new_empty(2, len(ids), dtype=key_type(first_left[-1], first_right[-1]))
-    if len(ids):
-        kernels = importlib.import_module("comera_rec.ops.plan.triton")  # needs triton to be installed
-        kernels.split_launch(len(ids), ids_of_table, first_left[-1], len(rows))(
-            ids_ptr=ids, tables_ptr=on_device(list(columns), ids.device), pairs_ptr=pairs, keys_ptr=keys
-        )
-    return pairs, *sort_keys(keys)
+    return tuple(columns), (first_left[-1], first_right[-1])
 
 
 @_plan_pairs.register_fake
