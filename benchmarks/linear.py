@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import comera_rec as cr
 from benchmarks.harness.measure import Settings, measure_cases
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Provider, Sizes, TorchProvider, parameter_count, parameter_gradients
+from benchmarks.harness.workload import Sizes, TorchProvider, Workload, parameter_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,10 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     yield from measure_cases("linear", QUICK if settings.quick else FULL, LinearWorkload, settings)
 
 
-class LinearWorkload:
+class LinearWorkload(Workload):
     """One layer in both forms, its input and its upstream gradient."""
 
     baselines = ("nn.Linear",)
-    left_out: Mapping[str, str] = {}
 
     def __init__(self, case: LinearCase, device: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -75,7 +74,7 @@ class LinearWorkload:
         self.upstream_BO = torch.randn(case.batch, case.out_features, device=device, dtype=dtype)
 
     @property
-    def providers(self) -> Mapping[str, Callable[[], Provider]]:
+    def providers(self) -> Mapping[str, Callable[[], TorchProvider]]:
         return {
             "nn.Linear": lambda: self._provider(self.tensor_train.to_dense()),
             "TTLinear": lambda: self._provider(copy.deepcopy(self.tensor_train)),
@@ -97,11 +96,6 @@ class LinearWorkload:
             "gradient of weight": weight_IO.grad.mT,
             **{f"gradient of {name}": tensor.grad for name, tensor in stored.items() if tensor.grad is not None},
         }
-
-    def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
-        """Parameters."""
-        assert isinstance(provider, TorchProvider)
-        return {"params": parameter_count(provider.module)}
 
     def _provider(self, module: nn.Module) -> TorchProvider:
         input_BI = self.input_BI.clone().requires_grad_()  # as inside a network, the input needs a gradient too

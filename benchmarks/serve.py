@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,10 +42,7 @@ from benchmarks.harness.timing import alternate
 from benchmarks.harness.workload import Sizes
 from benchmarks.lookup.tables import KAGGLE, ZIPF
 from comera_rec.ops.native import LIBRARY
-from comera_rec.ops.served_bags import ServedTable
-from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.serving.package import ServingModel
-from comera_rec.serving.tables import served_table
 
 INTEGERS, REQUESTS = 13, 64
 OURS = {  # form, dtype
@@ -60,6 +57,10 @@ _SETTINGS = (
     *("total_D", "max_int2_D", "max_int4_D", "max_int8_D", "max_float8_D", "max_float16_D", "max_float32_D"),
     *("fp8_exponent_bits", "fp8_exponent_bias", "output_dtype", "row_alignment"),
 )
+
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Answers a request: dense features, ids, and lengths of bags."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +92,12 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     torch.manual_seed(settings.seed)
     model = build(sizes[0])
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        calls, packages = providers(model, sizes[0], Path(folder))
+        packages = {name: Path(folder, f"{name}.pt2") for name in (*OURS, COMPILED)}
+        calls = {name: package(model, sizes[0], packages[name], *how) for name, how in OURS.items()}
+        calls[COMPILED] = CompiledModel(model).eval().compile_to(packages[COMPILED])
         for case, rows in each_case("serve", sizes, settings):
             requests = [draw_request(case) for _ in range(REQUESTS)]
-            expected = {"output": scores(model, *requests[0]).double()}
+            expected = {"output": Probabilities(model)(*as_arguments(*requests[0])).double()}
             for name, call in calls.items():
                 output = call(*requests[0])
                 # Scores of quantized models are compared with the tolerance of a type of few bits.
@@ -127,26 +130,6 @@ def build(case: ServeCase) -> DLRM:
     return model.eval()
 
 
-def providers(
-    model: DLRM, case: ServeCase, folder: Path
-) -> tuple[dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]], dict[str, Path]]:
-    """Provider -> function that answers a request, and provider -> package for those that have one."""
-    calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
-    packages = {}
-    dense, values, lengths = draw_request(case)
-    sample = dense, KeyedJaggedTensor([f"f{t}" for t in range(len(case.rows))], values, lengths=lengths)
-    for name, (form, dtype) in OURS.items():
-        packages[name] = folder / f"{name}.pt2"
-        with torch.inference_mode(False):
-            cr.export(Probabilities(model), sample, packages[name], form=form, dtype=dtype)
-        calls[name] = partial(_first_output, ServingModel(packages[name]))
-    packages[COMPILED] = folder / "dense.pt2"
-    rival = CompiledModel(model, quantized_collection(served_tables(model))).eval()
-    rival.compile_to(packages[COMPILED], len(case.rows))
-    calls[COMPILED] = torch._inductor.aoti_load_package(str(packages[COMPILED]))
-    return calls, packages
-
-
 class Probabilities(nn.Module):
     """A model whose outputs are probabilities [B]."""
 
@@ -159,40 +142,43 @@ class Probabilities(nn.Module):
         return probabilities
 
 
-def _first_output(model: ServingModel, *inputs: Tensor) -> Tensor:
-    return model(*inputs)[0]
+def as_arguments(dense: Tensor, values: Tensor, lengths: Tensor) -> tuple[Tensor, KeyedJaggedTensor]:
+    """Convert the tensors of a request to a model's arguments."""
+    return dense, KeyedJaggedTensor([f"f{t}" for t in range(len(lengths) // len(dense))], values, lengths=lengths)
 
 
-def served_tables(model: DLRM) -> list[ServedTable]:
-    """Convert the tables of a model to their serving form."""
-    collection: cr.TTEmbeddingBagCollection = model.sparse_arch.embedding_bag_collection
-    dense = collection.dense_bags.state_dict() if collection.dense_bags is not None else {}
-    names = [config.name for config in collection.embedding_bag_configs()]
-    return [
-        served_table(collection.tt_bag(name) if name in collection.tt_bags else dense[f"embedding_bags.{name}.weight"])
-        for name in names
-    ]
+def package(model: DLRM, case: ServeCase, path: Path, form: str, dtype: str = "float32") -> Call:
+    """Export a model, and return a function that answers a request by the package."""
+    with torch.inference_mode(False):
+        cr.export(Probabilities(model), as_arguments(*draw_request(case)), path, form=form, dtype=dtype)
+    served = ServingModel(path)
+    return lambda *request: served(*request)[0]
 
 
-def quantized_collection(tables: Sequence[ServedTable]) -> QuantizedCollection:
-    """Build the quantized collection that TorchRec's `quantize_embeddings` would make of the tables in dense form."""
-    configs = [
-        EmbeddingBagConfig(
-            name=f"t{t}", num_embeddings=table.rows, embedding_dim=table.columns, feature_names=[f"f{t}"], data_type=DataType.INT8
-        )
-        for t, table in enumerate(tables)
-    ]
-    rows = {config.name: _quantized(table) for config, table in zip(configs, tables, strict=True)}
-    return QuantizedCollection(configs, False, torch.device("cpu"), torch.float32, table_name_to_quantized_weights=rows)
-
-
-def _quantized(table: ServedTable) -> tuple[Tensor, Tensor]:
-    numbers = torch.empty(table.rows, table.columns, dtype=torch.uint8)
-    scales = torch.empty(table.rows, 4, dtype=torch.uint8)
-    for ids in torch.arange(table.rows).split(_ROWS):
-        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows_of(table, ids), 8)
+def _quantized(bag: nn.Module, count: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Quantize the rows of a table, formed in parts, to 8 bits; return numbers [M, N] and scales and offsets [M, 4], in bytes."""
+    numbers, scales = torch.empty(count, dim, dtype=torch.uint8), torch.empty(count, 4, dtype=torch.uint8)
+    for ids in torch.arange(count).split(_ROWS):
+        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(bag(ids[:, None]), 8)
         numbers[ids[0] : ids[-1] + 1], scales[ids[0] : ids[-1] + 1] = fused[:, :-4], fused[:, -4:]
     return numbers, scales
+
+
+def quantized_collection(collection: cr.TTEmbeddingBagCollection) -> QuantizedCollection:
+    """Build the quantized collection that TorchRec's `quantize_embeddings` would make of the tables in dense form."""
+    configs = collection.embedding_bag_configs()
+    rows = {
+        config.name: _quantized(collection.embedding_bags[config.name], config.num_embeddings, config.embedding_dim)
+        for config in configs
+    }
+    configs = [
+        EmbeddingBagConfig(
+            name=config.name, num_embeddings=config.num_embeddings, embedding_dim=config.embedding_dim,
+            feature_names=config.feature_names, data_type=DataType.INT8,
+        )
+        for config in configs
+    ]  # fmt: skip
+    return QuantizedCollection(configs, False, torch.device("cpu"), torch.float32, table_name_to_quantized_weights=rows)
 
 
 class CompiledLookup(nn.Module):
@@ -230,10 +216,11 @@ class CompiledLookup(nn.Module):
 
 
 class CompiledModel(nn.Module):
-    """A DLRM over a quantized collection, with dense MLPs; its inputs are those of our packages."""
+    """The same DLRM over a quantized collection, with dense MLPs; its inputs are those of our packages."""
 
-    def __init__(self, model: DLRM, collection: QuantizedCollection) -> None:
+    def __init__(self, model: DLRM) -> None:
         super().__init__()
+        collection = quantized_collection(model.sparse_arch.embedding_bag_collection)
         self.lookup, self.inter_arch = CompiledLookup(collection), InteractionArch(model.inter_arch.F)
         self.dense_arch, self.over_arch = cr.export_dense(model.dense_arch), cr.export_dense(model.over_arch)
 
@@ -243,9 +230,9 @@ class CompiledModel(nn.Module):
         probabilities: Tensor = self.over_arch(self.inter_arch(lead, features)).squeeze(1).sigmoid()
         return probabilities
 
-    def compile_to(self, path: Path, features: int) -> None:
-        """Write the package."""
-        rows, count = Dim("rows"), Dim("count")
+    def compile_to(self, path: Path) -> Call:
+        """Write the package, and return a function that answers a request by it."""
+        rows, count, features = Dim("rows"), Dim("count"), self.inter_arch.F
         shapes = {"dense": {0: rows}, "values": {0: count}, "lengths": {0: features * rows}}
         ids, lengths = torch.zeros(2, 3 * features, dtype=torch.long)
         with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -253,13 +240,8 @@ class CompiledModel(nn.Module):
             program = torch.export.export(self, inputs, dynamic_shapes=shapes, strict=True)
             with fresh_cache():
                 aoti_compile_and_package(program, package_path=str(path))
-
-
-def scores(model: DLRM, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """The scores of an eager model."""
-    features = KeyedJaggedTensor([f"f{t}" for t in range(model.inter_arch.F)], values, lengths=lengths)
-    logits: Tensor = model(dense, features)
-    return logits.squeeze(1).sigmoid()
+        answer: Call = torch._inductor.aoti_load_package(str(path))
+        return answer
 
 
 def draw_request(case: ServeCase) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,16 +28,14 @@ import numpy as np
 import orjson
 import torch
 import uvloop
-from torchrec import KeyedJaggedTensor
 from tqdm import tqdm
 
-import comera_rec as cr
 from benchmarks.harness.agreement import require_agreement
 from benchmarks.harness.environment import FOLDER
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Sizes
-from benchmarks.serve import QUICK, Probabilities, ServeCase, build, draw_request
+from benchmarks.serve import QUICK, ServeCase, build, draw_request, package
 from comera_rec.serving.package import ServingModel
 
 OURS, STARLETTE, ECHO = "comera serve", "uvicorn, Starlette", "echo"
@@ -74,10 +72,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     for case, rows in each_case("serve-http", cases, settings):
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder, "model.pt2")
-            dense, values, lengths = requests[0]
-            features = KeyedJaggedTensor([f"f{t}" for t in range(len(sizes.rows))], values, lengths=lengths)
-            cr.export(Probabilities(build(sizes)), (dense, features), model, form="fast")
-            expected = ServingModel(model)(*requests[0])[0]
+            expected = package(build(sizes), sizes, model, "fast")(*requests[0])
             bodies = [_body(*request) for request in requests]
             samples: dict[str, list[float]] = {name: [] for name in servers}
             rates: dict[str, list[float]] = {name: [] for name in servers}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import comera_rec as cr
 from benchmarks.harness.measure import Settings, measure_cases
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Provider, Sizes, TorchProvider, parameter_count, parameter_gradients
+from benchmarks.harness.workload import Sizes, TorchProvider, Workload, parameter_gradients
 from benchmarks.linear import tt_matrix
 from comera_rec.nn import (
     EMBEDDING_STD,
@@ -82,11 +82,10 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     yield from measure_cases("transformer", cases, TransformerWorkload, replace(settings, plan=plan))
 
 
-class TransformerWorkload:
+class TransformerWorkload(Workload):
     """One model in every form, its batch, and a small batch for checking agreement."""
 
     baselines = (DENSE, LOW_RANK)
-    left_out: Mapping[str, str] = {}
 
     def __init__(self, case: TransformerCase, device: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -94,7 +93,7 @@ class TransformerWorkload:
         self.batch, self.gate = (_batch(case, count, device) for count in (case.batch, min(case.batch, 2)))
 
     @property
-    def providers(self) -> Mapping[str, Callable[[], Provider]]:
+    def providers(self) -> Mapping[str, Callable[[], TorchProvider]]:
         return {
             DENSE: lambda: self._provider(dense(self.tensor_train)),
             LOW_RANK: lambda: self._provider(low_rank(self.tensor_train)),
@@ -124,12 +123,12 @@ class TransformerWorkload:
         gradients = {f"gradient of {name}": stored[name].grad for name in self._compared}
         return {"output": output.detach(), **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
 
-    def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
+    def counted(self, provider: TorchProvider) -> dict[str, float]:
         """Parameters, and the MiB of weights, gradients and optimizer state that training keeps between steps."""
         assert isinstance(provider, StepProvider)
-        return {"params": parameter_count(provider.module), **provider.training_state()}
+        return {**super().counted(provider), **provider.training_state()}
 
-    def _provider(self, module: nn.Module) -> Provider:
+    def _provider(self, module: nn.Module) -> StepProvider:
         return StepProvider(module, self.batch, self.gate, {f"gradient of {name}" for name in self._compared})
 
 
@@ -143,41 +142,35 @@ class StepProvider(TorchProvider):
     """
 
     def __init__(self, module: nn.Module, batch: tuple[Tensor, Tensor], gate: tuple[Tensor, Tensor], shown: set[str]) -> None:
-        def gradients() -> dict[str, Tensor]:
-            return {name: value for name, value in parameter_gradients(self.module).items() if name in shown}
-
-        optimizer = torch.optim.Adam(module.parameters(), fused=True)
-        super().__init__(module, [batch, gate], batch[1], optimizer=optimizer, shown=gradients)  # labels instead of a gradient
+        self.adam = torch.optim.Adam(module.parameters(), fused=True)
+        super().__init__(module, [gate, batch], gate[1], optimizer=self.adam, shown=self._gradients)  # labels, not a gradient
+        self._names = shown
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
-        return {"step": lambda turn: self._step(0)}
-
-    def verify(self) -> dict[str, Tensor]:
-        outcome = {"output": self._forward_backward(1), **self._shown()}
-        self.release()
-        return outcome
+        return {"step": lambda turn: self._step(1)}
 
     def training_state(self) -> dict[str, float]:
         """MiB of weights, gradients and optimizer state after a step."""
-        assert self._optimizer is not None
-        self._step(0)
+        self._step(1)
         parameters = list(self.module.parameters())
-        states = [value for state in self._optimizer.state.values() for value in state.values()]
         sizes = {
             "weights_mib": _mib(parameters),
             "gradients_mib": _mib(parameter.grad for parameter in parameters if parameter.grad is not None),
-            "optimizer_mib": _mib(states),
+            "optimizer_mib": _mib(value for state in self.adam.state.values() for value in state.values()),
         }
         self.release()
         return {**sizes, "training_state_mib": sum(sizes.values())}
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: value for name, value in parameter_gradients(self.module).items() if name in self._names}
 
     def _forward_backward(self, turn: int) -> Tensor:
         self.release()
         ids, labels = self._batches[turn]
         output: Tensor = self.module(ids)
         F.cross_entropy(output, labels).backward()
-        return output.detach()
+        return output
 
 
 def build(case: TransformerCase) -> nn.Module:

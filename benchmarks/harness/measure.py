@@ -77,23 +77,13 @@ def each_case(
 
 
 def measure_cases(op: str, cases: Iterable[AnyCase], build: Build, settings: Settings) -> Iterator[list[Row]]:
-    """Measure cases one after the other, with a progress bar on a terminal.
-
-    Args:
-        op: the operation's name.
-        cases: what to measure.
-        build: (case, device, seed) -> workload.
-        settings: from the command line.
-
-    Yields:
-        The rows of each case.
-    """
+    """Yield the rows of each case; `build` makes a workload of a case, a device and a seed."""
     for case, _ in each_case(op, cases, settings):
         yield measure_case(op, case, build, settings)
 
 
 def measure_case(op: str, case: Sizes, build: Build, settings: Settings) -> list[Row]:
-    """Measure one case; arguments as for `measure_cases`.
+    """Measure one case.
 
     Raises:
         Disagreement: if any provider's values are wrong; nothing of the case is timed then.
@@ -113,16 +103,15 @@ def measure_case(op: str, case: Sizes, build: Build, settings: Settings) -> list
     gc.collect()
 
     synchronize = (lambda: torch.cuda.synchronize(settings.device)) if settings.device.startswith("cuda") else lambda: None
+    counted = {name: workload.counted(provider) for name, provider in providers.items()}
     rows = []
     for pass_ in PASSES:
-        able = {name: provider for name, provider in providers.items() if pass_ in provider.passes}
-        calls = {name: provider.passes[pass_] for name, provider in able.items()}
-        counted = {name: workload.counted(provider, pass_) for name, provider in able.items()}
+        calls = {name: provider.passes[pass_] for name, provider in providers.items() if pass_ in provider.passes}
         memory = {}
         if settings.memory and memory_is_measurable(settings.device):
             for name, call in calls.items():
                 call(0)
-                memory[name] = peak_extra_memory(partial(call, 0), able[name].release, device=settings.device)
+                memory[name] = peak_extra_memory(partial(call, 0), providers[name].release, device=settings.device)
         samples = alternate(calls, settings.plan, synchronize=synchronize) if calls else {}
         for unit, measured in (("ms", samples), ("MiB", memory)):
             rows += case_rows(op, case, settings, pass_, unit, measured, counted, workload.baselines)

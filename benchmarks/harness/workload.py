@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-PASSES = ("forward", "forward+backward", "step", "run")
+PASSES = ("forward", "forward+backward", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,44 +34,35 @@ class Given(Sizes):
         return dict(self.values)
 
 
-class Provider(Protocol):
-    """One implementation, with its own weights."""
+class Workload(ABC):
+    """Inputs and weights that the providers of a case share; the same case and seed always give the same ones.
+
+    Attributes:
+        baselines: providers that ratios refer to.
+        left_out: providers that this machine can't run -> the reason.
+    """
+
+    baselines: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = {}
 
     @property
-    def passes(self) -> Mapping[str, Callable[[int], object]]:
-        """Pass -> call, for the passes that it has; a call takes the number of its round, which selects its input."""
-
-    def verify(self) -> dict[str, Tensor]:
-        """Compute "output" on the first input, and whatever else of `Workload.reference` the provider can show."""
-
-    def release(self) -> None:
-        """Free what a call leaves behind, such as gradients; called when memory is measured."""
-
-
-class Workload(Protocol):
-    """Inputs and weights that the providers of a case share; the same case and seed always give the same ones."""
-
-    @property
-    def baselines(self) -> tuple[str, ...]:
-        """Providers that ratios refer to."""
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """Providers that this machine can't run -> the reason."""
-
-    @property
-    def providers(self) -> Mapping[str, Callable[[], Provider]]:
+    @abstractmethod
+    def providers(self) -> Mapping[str, Callable[[], TorchProvider]]:
         """Name -> factory, in the order they take turns. Each provider is verified before the next is made."""
 
+    @abstractmethod
     def reference(self) -> dict[str, Tensor]:
         """The correct values on the first input, in float64, from the definition."""
 
-    def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
-        """Counted quantities of a pass, such as params and flops."""
+    def counted(self, provider: TorchProvider) -> dict[str, float]:
+        """Counted quantities, by default the number of parameters."""
+        return {"params": parameter_count(provider.module)}
 
 
 class TorchProvider:
-    """A torch module: forward without gradients, forward and backward, and, with an optimizer, a whole step.
+    """A torch module with its own weights: forward without gradients, forward and backward, and, with an optimizer, a whole step.
+
+    A call takes the number of its round, which selects its input.
 
     Args:
         module: the module to measure.
@@ -97,16 +89,19 @@ class TorchProvider:
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
+        """Pass -> call."""
         calls = {"forward": self._forward, "forward+backward": self._forward_backward}
         return calls if self._optimizer is None else {**calls, "step": self._step}
 
     def verify(self) -> dict[str, Tensor]:
+        """Compute "output" on the first input, and whatever else of `Workload.reference` the provider can show."""
         output = self._forward_backward(0).detach()
         outcome = {"output": output, **self._shown()}
         self.release()
         return outcome
 
     def release(self) -> None:
+        """Free gradients; called when memory is measured."""
         for argument in (*self.module.parameters(), *(argument for batch in self._batches for argument in batch)):
             if isinstance(argument, Tensor):
                 argument.grad = None

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import comera_rec as cr
 from benchmarks.harness.measure import Settings, measure_cases
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Provider, Sizes, TorchProvider, parameter_count, parameter_gradients
+from benchmarks.harness.workload import Sizes, TorchProvider, Workload, parameter_count, parameter_gradients
 from benchmarks.lookup import rivals
 from benchmarks.lookup.rivals import Batch, EmbeddingBags, FbgemmTables, rows_of
 from comera_rec.nn import update_in_backward_
@@ -148,7 +148,7 @@ class TTTables(nn.Module):
         return tt_bags(group, plan, offsets, num_cols=tables[0].embedding_dim, features=len(tables))
 
 
-class LookupWorkload:
+class LookupWorkload(Workload):
     """Tables in every form, their batches and the upstream gradient."""
 
     baselines = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP)
@@ -181,9 +181,9 @@ class LookupWorkload:
         return {name: reason for name, reason in reasons.items() if name in case.providers}
 
     @property
-    def providers(self) -> Mapping[str, Callable[[], Provider]]:
+    def providers(self) -> Mapping[str, Callable[[], TorchProvider]]:
         """Name -> factory. Making a dense provider rewrites the rows, because an earlier provider may have trained them."""
-        factories: dict[str, Callable[[], Provider]] = {
+        factories: dict[str, Callable[[], TorchProvider]] = {
             DENSE: self._dense,
             FBGEMM: self._fbgemm,
             NO_DEDUP: lambda: self._chained(dedup=False),
@@ -219,9 +219,8 @@ class LookupWorkload:
             **parameter_gradients(exact.bags),
         }
 
-    def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
+    def counted(self, provider: TorchProvider) -> dict[str, float]:
         """Parameters, compression of the TT tables, and unique ids of a batch, averaged over the batches."""
-        assert isinstance(provider, TorchProvider)
         is_dense = isinstance(provider.module, EmbeddingBags | FbgemmTables)
         params = sum(self.case.rows) * self.case.dim if is_dense else parameter_count(provider.module)
         unique = sum(len(ids_U) for batch in self.batches for ids_U in batch.unique_ids) / len(self.batches)
