@@ -13,13 +13,15 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from data_pipeline.columns import CATEGORIES, INTEGERS
+from data_pipeline.manifest import Order
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 
 _ROWS_AT_A_TIME = 250_000
@@ -102,19 +104,14 @@ def preprocess_with_torchrec(log: Path, output: Path, *, min_count: int = 2) -> 
         torchrec.sparse_to_contiguous([sparse], str(output), frequency_threshold=min_count)
 
 
-def preprocess_with_us(log: Path, output: Path) -> None:
+def preprocess_with_us(log: Path, output: Path, *, order: Order = "frequency") -> None:
     """Run `comera preprocess` under the memory limit."""
-    preprocess(PreprocessOptions(inputs=(log,), output=output, memory_limit=MEMORY_LIMIT))
+    preprocess(PreprocessOptions(inputs=(log,), output=output, memory_limit=MEMORY_LIMIT, order=order))
 
 
-def preprocess_by_similarity(log: Path, output: Path) -> None:
-    """The same with `--order similarity`."""
-    preprocess(PreprocessOptions(inputs=(log,), output=output, memory_limit=MEMORY_LIMIT, order="similarity"))
-
-
-PROVIDERS = {
+PROVIDERS: dict[str, Callable[[Path, Path], None]] = {
     "comera-rec": preprocess_with_us,
-    "comera-rec, by similarity": preprocess_by_similarity,
+    "comera-rec, by similarity": partial(preprocess_with_us, order="similarity"),
     "pandas": preprocess_with_pandas,
     "duckdb": preprocess_with_duckdb,
     "torchrec": preprocess_with_torchrec,
@@ -128,7 +125,7 @@ def main(name: str, output: str, log: str) -> None:
     start, cpu = time.perf_counter(), time.process_time()
     PROVIDERS[name](Path(log), Path(output))
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    # Not getrusage's ru_maxrss: a child's starts at its parent's peak.
+    # Not getrusage's ru_maxrss: a child's starts at its parent's peak. `harness.memory` would import torch, which takes memory.
     peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert peak, "Linux reports the peak"
     print(json.dumps([seconds, cpu, int(peak[1]) / 1024]))

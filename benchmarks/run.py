@@ -50,7 +50,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default all cores.")
 @click.option("--seconds", type=click.FloatRange(min=0), help="Time for each pass of each case, at least 10 rounds; default 6.")
-@click.option("--only", default="", metavar="SIZE=VALUE,...", help="Only cases with these sizes, such as dim=64,batch=20000.")
+@click.option("--only", default="", metavar="SIZE=VALUE,...", help="Only cases with these sizes, such as dim=64,batch=16384.")
 @click.option("--seed", default=0, show_default=True, help="Seed of weights and inputs.")
 @click.option(
     "--data",

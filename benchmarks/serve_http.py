@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +33,7 @@ from benchmarks.harness.agreement import require_agreement
 from benchmarks.harness.environment import FOLDER
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Sizes
+from benchmarks.harness.workload import Given
 from benchmarks.serve import QUICK, ServeCase, build, draw_request, package
 from comera_rec.serving.package import ServingModel
 
@@ -48,42 +47,31 @@ PATH = "/v2/models/model/infer"
 REQUESTS = 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class HttpCase(Sizes):
-    """Connections, and rounds of some seconds for each server."""
-
-    connections: int = 32
-    rounds: int = 5
-    seconds: float = 6.0
-
-    def shapes(self) -> dict[str, Any]:
-        return {"connections": self.connections, "rows": 1}
-
-
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Load the servers in turns."""
     sizes = QUICK if settings.quick else ServeCase(batch=1)
-    cases = [HttpCase(connections=4, rounds=1, seconds=0.5) if settings.quick else HttpCase()]
+    rounds, seconds, connections = (1, 0.5, 4) if settings.quick else (5, 6.0, 32)
+    whole = Given(values={"connections": connections, "rows": 1})
     torch.manual_seed(settings.seed)
     requests = [draw_request(sizes) for _ in range(REQUESTS)]
     servers = [name for name in COMMANDS if name != STARLETTE or (find_spec("uvicorn") and find_spec("starlette"))]
     if STARLETTE not in servers:
         tqdm.write(f"serve-http: without {STARLETTE}, which are not installed (pip install uvicorn starlette)")
-    for case, rows in each_case("serve-http", cases, settings):
+    for _, rows in each_case("serve-http", [whole], settings):
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder, "model.pt2")
             expected = package(build(sizes), sizes, model, "fast")(*requests[0])
             bodies = [_body(*request) for request in requests]
             samples: dict[str, list[float]] = {name: [] for name in servers}
             rates: dict[str, list[float]] = {name: [] for name in servers}
-            for _ in range(case.rounds):
+            for _ in range(rounds):
                 for name in servers:
                     with _served(name, model) as port:
                         answer = _post(port, bodies[0])
                         if name != ECHO:
                             scores = torch.tensor(answer["outputs"][0]["data"])
                             require_agreement({"output": expected.double()}, {name: {"output": scores}})
-                        times, rate = uvloop.run(_load(port, bodies, case))
+                        times, rate = uvloop.run(_load(port, bodies, connections, seconds))
                         samples[name] += times
                         rates[name].append(rate)
         counted = {
@@ -129,8 +117,8 @@ def _post(port: int, body: bytes) -> Any:
     return answer
 
 
-async def _load(port: int, bodies: list[bytes], case: HttpCase) -> tuple[list[float], float]:
-    """Send requests for the case's seconds; return the milliseconds of each, and how many were answered per second."""
+async def _load(port: int, bodies: list[bytes], connections: int, seconds: float) -> tuple[list[float], float]:
+    """Send requests for some seconds; return the milliseconds of each, and how many were answered per second."""
     head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
     messages = [f"{head}{len(body)}\r\n\r\n".encode() + body for body in bodies]
     times: list[float] = []
@@ -139,7 +127,7 @@ async def _load(port: int, bodies: list[bytes], case: HttpCase) -> tuple[list[fl
     async def client(first: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         turn = first
-        while (sent := time.perf_counter()) < start + case.seconds:
+        while (sent := time.perf_counter()) < start + seconds:
             writer.write(messages[turn % len(messages)])
             answered = await reader.readuntil(b"\r\n\r\n")
             assert answered.startswith(b"HTTP/1.1 200"), answered
@@ -147,10 +135,10 @@ async def _load(port: int, bodies: list[bytes], case: HttpCase) -> tuple[list[fl
             assert length
             await reader.readexactly(int(length[1]))
             times.append(1000 * (time.perf_counter() - sent))
-            turn += case.connections
+            turn += connections
         writer.close()
 
-    await asyncio.gather(*map(client, range(case.connections)))
+    await asyncio.gather(*map(client, range(connections)))
     return times, len(times) / (time.perf_counter() - start)
 
 

@@ -105,14 +105,10 @@ def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
         order_3 = sized(order=3, batch=16_384, providers=without_row_wise)
         by_batch = [sized(dim=dim, batch=batch) for dim in (64, 128) for batch in (2048, 16_384, 65_536)]
         return [*by_batch, *(sized(rank=rank, batch=16_384) for rank in (8, 32)), order_3]
-    ranks = ((2, 8), (2, 16), (2, 32), (3, 16), (3, 32), (4, 16))
-    grid = [
-        *(sized(batch=batch, zipf=zipf) for batch in (10_000, 20_000, 40_000) for zipf in (ZIPF, 0)),
-        *(sized(order=order, rank=rank, batch=batch) for order, rank in ranks for batch in (16_384, 20_000)),
-        *(sized(batch=4096, bag=10, zipf=zipf) for zipf in (ZIPF, 0)),
+    return [
+        *(sized(order=order, rank=rank, batch=16_384) for order, rank in ((2, 8), (2, 16), (2, 32), (3, 16), (4, 16))),
         *(sized(rank=rank, batch=batch, providers=(FBGEMM, UPDATED)) for batch in (512, 2048) for rank in (8, 16, 32)),
     ]
-    return list(dict.fromkeys(grid))
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:

@@ -32,8 +32,6 @@ from comera_rec.convert.start import start_from_vectors_, starting_rows
 from comera_rec.tt import blocks_params
 
 MIN_ROWS = 1000
-
-
 PER_TABLE: dict[str, type[Table]] = {
     "hashing": forms.Hashed,
     "two hashes": forms.TwoHashes,
