@@ -39,11 +39,14 @@ class Workload(ABC):
 
     Attributes:
         baselines: providers that ratios refer to.
-        left_out: providers that this machine can't run -> the reason.
     """
 
     baselines: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = {}
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Providers that this machine can't run -> the reason."""
+        return {}
 
     @property
     @abstractmethod

@@ -209,8 +209,3 @@ class ChainedTables(nn.Module):
         else:
             rows_LN = chain_rows(cores, ids)
         return rows_LN if self._bag == 1 else rows_LN.unflatten(0, (-1, self._bag)).sum(1)
-
-
-def chain_bytes(shape: cr.TTShape, rows: int) -> int:
-    """Approximate peak bytes of a training step over one table: the slices and their gradients, in float32."""
-    return 2 * 4 * rows * sum(left * col * right for left, _, col, right in shape.core_shapes)
