@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -14,7 +12,7 @@ import click
 
 from comera_rec.cli.errors import tell
 from data_pipeline.errors import UserError
-from data_pipeline.inspection import find_id, find_text, to_text
+from data_pipeline.inspection import to_text
 from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, read_manifest
 from data_pipeline.options import PreprocessOptions, format_bytes, parse_bytes
 from data_pipeline.planted import DECAY
@@ -267,28 +265,14 @@ def verify(data: Path) -> None:
 
 @click.command()
 @click.option("--data", type=_PATH, required=True, help="The data set's folder.")
-@click.option("--column", metavar="NAME", help="A categorical column.")
-@click.option("--id", "number", type=int, metavar="N", help="Show this id's text; for columns of hex digits.")
-@click.option("--text", help="Show this text's id, which is 0 if it is rare or new.")
-def inspect(data: Path, column: str | None, number: int | None, text: str | None) -> None:
-    """Show each column's missing and distinct values, coverage and skew; or an id, its text and count as one JSON line.
+def inspect(data: Path) -> None:
+    """Show each column's missing and distinct values, and how many ids cover the rows.
 
     \b
     Example:
       comera inspect --data data/
-      comera inspect --data data/ --column C3 --id 7
-      comera inspect --data data/ --column C3 --text 2dbcbc4c
     """
-    manifest = read_manifest(data)
-    match (column, number, text):
-        case (None, None, None):
-            click.echo(to_text(manifest, data))
-        case (str(), int(), None):
-            click.echo(json.dumps(asdict(find_id(manifest, data, column, number)), ensure_ascii=False))
-        case (str(), None, str()):
-            click.echo(json.dumps(asdict(find_text(manifest, data, column, text)), ensure_ascii=False))
-        case _:
-            raise UserError("give --column with one of --id and --text, or none of them for the whole data set")
+    click.echo(to_text(read_manifest(data), data))
 
 
 def _columns_of_new_values(manifest: Manifest, known: Manifest) -> list[str]:

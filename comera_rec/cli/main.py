@@ -28,7 +28,7 @@ COMMANDS = {
     "preprocess": ("comera_rec.cli.data", "Turn logs, Criteo's or others, into Parquet shards and a manifest."),
     "transform": ("comera_rec.cli.data", "Encode new logs with a data set's vocabularies."),
     "verify": ("comera_rec.cli.data", "Check a data set against its manifest."),
-    "inspect": ("comera_rec.cli.data", "Show what is in a data set, or a category's text beside its id."),
+    "inspect": ("comera_rec.cli.data", "Show what is in a data set."),
     "train": ("comera_rec.cli.train", "Train a model, dense or compressed, from a TOML config."),
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
     "compress": ("comera_rec.cli.model", "Compress a trained dense run by TT-SVD."),
