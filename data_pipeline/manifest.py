@@ -37,17 +37,12 @@ FILES = (MANIFEST_NAME, *(f"{split}/*.parquet" for split in SPLITS), "vocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A Parquet file of the data set: its path relative to the folder, and what it must contain.
-
-    from_rows: half-open range of input rows (0 is the first well-formed line) that this shard's rows are from, in order. Shards of
-        several splits may share a range and divide its rows among them.
-    """
+    """A Parquet file of the data set: its path relative to the folder, and what it must contain."""
 
     path: str
     rows: int
     bytes: int = 0
     sha256: str = ""
-    from_rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

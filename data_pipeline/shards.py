@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ _ROW_GROUP_BYTES = 16 << 20
 # Dictionaries shrink columns of few values; for many values, Parquet builds and discards them, in half of the writing time.
 _DICTIONARY_IDS = 1 << 14
 _LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
-_ROWS_KEY = "comera_rec.rows"
 _LARGEST = np.finfo(np.float32).max
 
 
@@ -121,15 +119,10 @@ def _encode_numbers(values: np.ndarray, missing: np.ndarray, column: IntegerColu
 
 
 class ShardWriter:
-    """Encodes a split's rows from several blocks, and collects them into row groups.
+    """Encodes a split's rows from several blocks, and collects them into row groups."""
 
-    Args:
-        from_rows: the range of input rows that the rows are from, for `recorded_rows`.
-    """
-
-    def __init__(self, encoder: Encoder, path: Path, split: str, from_rows: tuple[int, int] | None) -> None:
+    def __init__(self, encoder: Encoder, path: Path) -> None:
         self._encoder, self._writer = encoder, encoder.writer(path)
-        self._writer.add_key_value_metadata({_ROWS_KEY: f"{split} {from_rows}"})
         self._waiting = encoder.columns.empty_table()
         self.rows, self.weight = 0, 0.0
         self.positives = np.zeros(len(encoder.schema.labels), np.int64)
@@ -159,9 +152,3 @@ class ShardWriter:
 
     def _write(self, group: pa.Table) -> None:
         self._writer.write_table(group.combine_chunks())  # pages end where chunks do
-
-
-def recorded_rows(path: Path) -> tuple[str, tuple[int, int]] | None:
-    """Return the split and the range of input rows that `ShardWriter` recorded in a shard."""
-    match = re.fullmatch(rb"(\w+) \((\d+), (\d+)\)", (pq.read_metadata(path).metadata or {}).get(_ROWS_KEY.encode(), b""))
-    return (match[1].decode(), (int(match[2]), int(match[3]))) if match else None

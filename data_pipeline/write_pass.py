@@ -113,7 +113,7 @@ def _write(encoder: Encoder, job: Job, part: Part, planned: Planned | None) -> W
         writers = {}
         for split, shard in shards.items():
             path = stack.enter_context(replacing(job.work.data / shard.path))
-            writers[split] = stack.enter_context(ShardWriter(encoder, path, split, shard.from_rows))
+            writers[split] = stack.enter_context(ShardWriter(encoder, path))
         for parsed in job.blocks(part):
             by_split = job.rows_by_split(part, parsed, first_row + record.rows)
             for split, writer in writers.items():
@@ -124,7 +124,7 @@ def _write(encoder: Encoder, job: Job, part: Part, planned: Planned | None) -> W
             raise inputs_changed()
     written = []
     for split, shard in shards.items():
-        described = replace(describe_file(shard.path, job.work.data, rows=shard.rows), from_rows=shard.from_rows)
+        described = describe_file(shard.path, job.work.data, rows=shard.rows)
         positives, zeros = (tuple(sums.tolist()) for sums in (writers[split].positives, writers[split].zeros))
         written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=zeros, weight=writers[split].weight))
     return WrittenPart(**vars(record), shards=tuple(written))
@@ -143,8 +143,7 @@ def _plan(job: Job, parts: Sequence[PartCounts]) -> dict[Key, Planned]:
         shards = {}
         for split, rows in sizes.items():
             if rows:
-                path = f"{split}/part-{numbers[split]:05d}.parquet"
-                shards[split] = Shard(path=path, rows=rows, from_rows=(part.first_row, part.end_row))
+                shards[split] = Shard(path=f"{split}/part-{numbers[split]:05d}.parquet", rows=rows)
                 numbers[split] += 1
         planned[part.key] = part.first_row, shards
     return planned

@@ -17,6 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from consistency import verify
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from random_logs import make, read
@@ -30,7 +31,6 @@ from data_pipeline.reference import hash_text, hashed_id
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.tables import BLOCK_BYTES, table_blocks, text_blocks
 from data_pipeline.transform import TransformOptions, transform
-from data_pipeline.verify import verify
 
 TEXTS = st.sampled_from(["a", "a", "b", "c", "é", "7", "x y", '"', ",", "NA ", "\U0001f600", "nan", "long" * 200])
 FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)

@@ -19,6 +19,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from consistency import verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_logs import files_of, make, read
@@ -31,7 +32,6 @@ from data_pipeline.parts import count_parts, plan, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import LogSchema, read_schema
 from data_pipeline.tables import parse_text, text_blocks
-from data_pipeline.verify import verify
 
 COLUMNS = """
 [columns]

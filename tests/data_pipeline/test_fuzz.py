@@ -14,13 +14,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from consistency import verify
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import Column, LogSchema
-from data_pipeline.verify import verify
 
 CASES = int(os.environ.get("FUZZ", "60"))
 ANY = settings(max_examples=CASES // 3, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from consistency import verify
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
 from data_pipeline.similarity import band_of, similarity_order
 from data_pipeline.transform import TransformOptions, transform
-from data_pipeline.verify import verify
 
 GROUPS, VALUES = 8, 480  # values of each column; value v belongs to group v % GROUPS
 SCHEMA = """

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from consistency import verify
 from random_logs import make, random_rows, to_text
 
 from data_pipeline import atomic
@@ -18,7 +19,6 @@ from data_pipeline.manifest import MANIFEST_NAME, read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
 from data_pipeline.transform import TransformOptions
-from data_pipeline.verify import verify
 from data_pipeline.work import work_folder
 
 WriteLog = Callable[..., Path]

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from consistency import verify
 from random_logs import files_of, make, random_rows, read
 
 from data_pipeline.manifest import Manifest, file_sha256, read_manifest
 from data_pipeline.schema import criteo_schema, read_schema
 from data_pipeline.transform import TransformOptions, transform
-from data_pipeline.verify import verify
 
 WriteLog = Callable[..., Path]
 ROWS = random_rows(300)
