@@ -21,7 +21,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed
 from data_pipeline.reference import mismatch
-from data_pipeline.schema import Column, LogSchema
+from data_pipeline.schema import Column, Kind, LogSchema
 
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _INTEGER = r"^-?0*[0-9]{1,19}(\.0+)?$"
@@ -40,7 +40,7 @@ _EXPECTED = {
     "category": "text or an integer",
     "list": "a list of non-empty elements",
     "weight": "a finite number of at least 0",
-    "time": 'a time in ISO 8601, nor a number; give its format in the schema, such as { kind = "time", format = "%m/%d/%Y %H:%M" }',
+    "time": "a time in ISO 8601, nor a number",
 }
 
 
@@ -75,8 +75,7 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
     for row in np.flatnonzero(~good)[:REASONS_KEPT].tolist():
         column = next(column for column in schema.columns if column.name in cells and cells[column.name].bad[row])
         cell = _as_text(columns[column.name][row].as_py(), column)
-        expected = f"a time of the format {column.format}" if column.format else _EXPECTED[column.kind]
-        reasons.append((row, mismatch(cell, column, expected)))
+        reasons.append((row, mismatch(cell, column, _EXPECTED[column.kind])))
     count, chosen = int(good.sum()), slice(None) if good.all() else good
 
     def stack(names: Sequence[str], what: str, dtype: npt.DTypeLike) -> np.ndarray:
@@ -115,7 +114,7 @@ def _read(array: pa.Array, column: Column, missing: tuple[str, ...] = ()) -> _Ce
     try:
         match column.kind:
             case "label" | "integer" | "int64" | "float" | "weight" | "time":
-                return _read_numbers(array, column)
+                return _read_numbers(array, column.kind)
             case "hex":
                 return _read_hex(array)
             case "list":
@@ -136,11 +135,8 @@ def _read_dictionary(array: pa.DictionaryArray, column: Column, missing: tuple[s
     return _Cells(values=cells.values[codes], missing=cells.missing[codes], bad=cells.bad[codes])
 
 
-def _read_numbers(array: pa.Array, column: Column) -> _Cells:
-    kind = column.kind
-    if column.format and not pa.types.is_temporal(array.type):
-        array = _formatted_times(array, column.format)
-    elif kind == "time" and _is_text(array.type):
+def _read_numbers(array: pa.Array, kind: Kind) -> _Cells:
+    if kind == "time" and _is_text(array.type):
         array = _times(array)
     if pa.types.is_temporal(array.type):
         array = _seconds(array.cast(pa.timestamp("us"), safe=False))  # without nanoseconds
@@ -194,14 +190,6 @@ def _times(array: pa.Array) -> pa.Array:
     return pc.if_else(stamps.is_valid(), _seconds(stamps).cast(pa.large_string()).cast(pa.large_binary()), text)
 
 
-def _formatted_times(array: pa.Array, time_format: str) -> pa.Array:
-    """Convert times of a format to seconds since 1970; null where they are of another."""
-    text = (array if _is_text(array.type) else array.cast(pa.large_string())).cast(pa.large_binary())
-    is_ascii = pc.match_substring_regex(text, r"^[\x20-\x7E]+$").fill_null(False)
-    text = pc.if_else(is_ascii, text, None).cast(pa.large_string())
-    return _seconds(pc.strptime(text, format=time_format, unit="us", error_is_null=True))
-
-
 def _seconds(stamps: pa.Array) -> pa.Array:
     return pc.divide(stamps.cast(pa.int64()).cast(pa.float64(), safe=False), 1e6)  # exact up to the year 2255
 
@@ -215,7 +203,7 @@ def _stamp(date: pa.LargeStringScalar) -> pa.TimestampScalar | None:
 
 def _read_hex(array: pa.Array) -> _Cells:
     if pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
-        numbers = _read_numbers(array, Column(name="", kind="int64"))
+        numbers = _read_numbers(array, "int64")
         bad = numbers.bad | (numbers.values < 0) | (numbers.values >= 2.0**32)
         return _Cells(values=np.where(bad, 0, numbers.values).astype(np.uint64), missing=numbers.missing, bad=bad)
     return _read_each(array, native.read_hex_digits)

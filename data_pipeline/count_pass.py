@@ -21,10 +21,9 @@ from data_pipeline.parts import Part
 from data_pipeline.passes import PartRecord, part_name, pass_over, rejected_lines
 from data_pipeline.runs import Counter, Run
 from data_pipeline.schema import LogSchema
-from data_pipeline.splits import Rows, Splitting
+from data_pipeline.splits import Rows
 
 _REJECTED_LINES_KEPT = 100
-_QUANTILES = 1024
 _COUNTER_BYTES = 32 << 20  # more than the keys of one part of Criteo's logs, so these are counted at once
 
 
@@ -185,47 +184,3 @@ def train_and_rest(job: Job, parts: Sequence[PartCounts]) -> list[GroupCounts]:
         both = replace(counts.train, trains=trains), replace(counts.rest, trains=False)
         groups += [group for group in both if group.rows]
     return groups
-
-
-@dataclass(kw_only=True)
-class PartTimes(PartRecord):
-    """A part's times, ascending, each representing equally many rows.
-
-    At most 1,024 quantiles of a part are kept, so memory is bounded and fractions are accurate to a thousandth.
-    """
-
-    times: tuple[float, ...]
-
-
-def find_times(job: Job) -> Splitting:
-    """Find the times at which validation and test begin, before pass 1, if rows are split by time in given fractions.
-
-    Raises:
-        ValueError: a log is damaged, or there are more malformed lines than allowed.
-    """
-    records = pass_over(job, _record_times, PartTimes, folder="times", description="reading times")
-    parts = [part for part in records if part.rows]
-    val, test = job.splitting.val_fraction, job.splitting.test_fraction
-    return replace(job.splitting, val_from=_time_after(parts, 1 - val - test), test_from=_time_after(parts, 1 - test))
-
-
-def _record_times(job: Job, part: Part, _: None) -> PartTimes:
-    record, blocks = PartRecord.of(part), [np.empty(0)]
-    for parsed in job.blocks(part):
-        assert parsed.times is not None, "`Splitting.schema_used` has been called"
-        blocks.append(parsed.times)
-        record.add(parsed)
-    times = np.sort(np.concatenate(blocks))
-    if len(times) > _QUANTILES:
-        times = times[((np.arange(_QUANTILES) + 0.5) / _QUANTILES * len(times)).astype(np.int64)]
-    return PartTimes(**vars(record), times=tuple(times.tolist()))
-
-
-def _time_after(parts: Sequence[PartTimes], share: float) -> float:
-    """Return the least time with at least this share of the rows before it; if none has, the next number after all times."""
-    times = np.concatenate([[0.0][: not parts], *(part.times for part in parts)])
-    weights = np.concatenate([[1.0][: not parts], *(np.full(len(part.times), part.rows / len(part.times)) for part in parts)])
-    order = np.argsort(times, kind="stable")
-    before = np.cumsum(weights[order]) - weights[order]
-    first = int(np.searchsorted(before, share * weights.sum() - 1e-6))
-    return float(times[order][first] if first < len(times) else np.nextafter(times.max(), np.inf))

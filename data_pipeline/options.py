@@ -145,10 +145,11 @@ class PreprocessOptions(PassOptions, Splitting):
                 raise UserError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
         if self.split == "day" and len(self.inputs) < 2:
             raise UserError("`split` day needs several logs, of which it validates and tests on the last; `input` names one")
-        times = (self.val_from, self.test_from)
         in_order = self.val_from is not None and self.test_from is not None and self.val_from <= self.test_from
-        if times != (None, None) and not (self.split == "time" and in_order):
-            raise UserError("`val_from` and `test_from` need `split` time; give both, with `val_from` no later than `test_from`")
+        if (self.val_from, self.test_from) != (None, None) and self.split != "time":
+            raise UserError("`val_from` and `test_from` need `split` time")
+        if self.split == "time" and not in_order:
+            raise UserError("`split` time needs `val_from` and `test_from`; give both, with `val_from` no later than `test_from`")
         for name in ("val_fraction", "test_fraction"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"`{name}` is {getattr(self, name)}; it must be at least 0 and below 1")
@@ -164,13 +165,13 @@ class PreprocessOptions(PassOptions, Splitting):
 
     def buckets_of(self, column: Column) -> int | None:
         """Return the hash buckets of a categorical column; None if it has a vocabulary."""
-        return self.hash_buckets if column.hash_buckets is None and column.max_ids is None else column.hash_buckets
+        return self.hash_buckets if column.hash_buckets is None else column.hash_buckets
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that the manifest records: those that took effect, defaults included."""
         names = ["split"]
-        names += ["val_fraction", "test_fraction"] if self.split != "day" and self.val_from is None else []
-        names += ["val_from", "test_from"] if self.val_from is not None else []
+        names += ["val_fraction", "test_fraction"] if self.split in ("chronological", "random") else []
+        names += ["val_from", "test_from"] if self.split == "time" else []
         names += ["seed"] if self.split == "random" else []
         names += ["min_count"] if self.hash_buckets is None else ["hash_buckets"]
         return {name: getattr(self, name) for name in (*names, "part_bytes", "max_bad_rows")}

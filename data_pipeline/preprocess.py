@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from data_pipeline.count_pass import GroupCounts, IntegerCounts, count_logs, find_times, split_bounds, train_and_rest
+from data_pipeline.count_pass import GroupCounts, IntegerCounts, count_logs, split_bounds, train_and_rest
 from data_pipeline.encoder import open_encoder
 from data_pipeline.errors import UserError
 from data_pipeline.job import Job, open_job
@@ -57,8 +57,6 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
 
 
 def _run(job: Job, options: PreprocessOptions) -> Manifest:
-    if job.splitting.split == "time" and job.splitting.val_from is None:
-        job = replace(job, splitting=find_times(job))
     parts = count_logs(job)
     job = replace(job, bounds=split_bounds(job, parts))
     groups = train_and_rest(job, parts)
@@ -71,11 +69,10 @@ def _run(job: Job, options: PreprocessOptions) -> Manifest:
         ranked = open_encoder(integers, categories, job.work.ranked, job.schema, **options.table_room)
         order = partial(order_vocabularies, job, parts, ranked, categories)
         categories = job.work.once("tables/ordered", tuple[CategoricalColumn, ...], order)
-    times = {"val_from": job.splitting.val_from, "test_from": job.splitting.test_from}  # found, or those of the options
     return Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
-        options=options.recorded() | (times if job.splitting.split == "time" else {}),
+        options=options.recorded(),
         **write_logs(job, parts, integers, categories),
     )
 

@@ -12,8 +12,7 @@
     user = { kind = "category", column = "user_id", hash_buckets = 100_000 }
     rating = { kind = "float", transform = "standardize" }
     importance = "weight"          # the row's weight in the loss
-    at = "time"                    # used by `--split time`, not stored; times that are neither ISO 8601 nor
-                                   # numbers: { kind = "time", format = "%m/%d/%Y %H:%M" }, as for strptime
+    at = "time"                    # ISO 8601 or numbers; used by `--split time`, not stored
 
 Criteo's columns are built in: label, counts I1..I13, categories C1..C26 of 1 to 8 hex digits ("hex").
 """
@@ -55,9 +54,7 @@ class Column:
         column: its name in logs that name their columns; "" if it is the same.
         transform: of a number: "log" for log(x + offset), "standardize" for (x - mean) / standard deviation, "none" for x.
         hash_buckets: hash a category's values into ids 1..hash_buckets - 1; None for a vocabulary.
-        max_ids: the most values that a category's vocabulary keeps, by falling frequency.
         max_length: the most elements that a list keeps, from the first on.
-        format: of a time, as for strptime; "" for ISO 8601 or numbers.
     """
 
     name: str
@@ -66,9 +63,7 @@ class Column:
     column: str = ""
     transform: Transform = "log"
     hash_buckets: int | None = None
-    max_ids: int | None = None
     max_length: int | None = None
-    format: str = ""
 
     @property
     def source(self) -> str:
@@ -229,19 +224,15 @@ def _column(name: str, entry: object) -> Column:
     if kind not in get_args(Kind):
         raise UserError(f"{name}: kind {kind!r} is unknown; choose one of {', '.join(get_args(Kind))}")
     allowed = {"kind", "column"} | ({"transform"} if kind in _NUMBERS else set())
-    allowed |= {"hash_buckets", "max_ids"} if kind in _CATEGORIES else set()
-    allowed |= {"separator", "max_length"} if kind == "list" else {"format"} if kind == "time" else set()
+    allowed |= {"hash_buckets"} if kind in _CATEGORIES else set()
+    allowed |= {"separator", "max_length"} if kind == "list" else set()
     _refuse_unknown(settings, allowed, f"{name}: ")
-    for setting, least in (("hash_buckets", 2), ("max_ids", 1), ("max_length", 1)):
+    for setting, least in (("hash_buckets", 2), ("max_length", 1)):
         number = settings.get(setting, least)
         if type(number) is not int or not least <= number <= 1 << 31:
             raise UserError(f"{name}: {setting} is {number!r}; it must be an integer from {least} to 2**31")
     if not isinstance(settings.get("column", ""), str):
         raise UserError(f"{name}: column is {settings['column']!r}; write the name that the log gives it")
-    if not (isinstance(settings.get("format", "%"), str) and "%" in settings.get("format", "%")):
-        raise UserError(f"{name}: format is {settings['format']!r}; write it as for strptime, such as %m/%d/%Y %H:%M")
-    if "hash_buckets" in settings and "max_ids" in settings:
-        raise UserError(f"{name}: max_ids limits a vocabulary, which hash_buckets replaces; give only one of them")
     transform = _one_of(f"{name}: transform", settings.get("transform", "log"), Transform)
     others = {name: value for name, value in settings.items() if name not in ("separator", "transform")}
     separator = _byte(settings.get("separator", "|"))

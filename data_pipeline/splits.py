@@ -27,8 +27,7 @@ class Splitting:
         split, as is the convention for Criteo's terabyte.
     random: each row is drawn independently by a hash of the seed, its log and its position in the log's text. So fractions hold on
         average, and workers and part sizes don't matter. The default fractions are 8 : 1 : 1, as in BARS.
-    time: rows from the time `test_from` on are the test split, those from `val_from` on before it are for validation. By default,
-        the times are chosen to match the fractions (`data_pipeline.count_pass.find_times`). Rows of equal times are in one split.
+    time: rows from the time `test_from` on are the test split, those from `val_from` on before it are for validation.
     """
 
     split: SplitKind | Literal["train", "val", "test"] = "chronological"

@@ -98,7 +98,7 @@ def _fit(
     if buckets is not None:
         return described
     min_count, dtype, work = options.min_counts.get(column.name, options.min_count), job.schema.key_dtype, job.work.path / "tables"
-    with ranked(column.name, values, key_dtype=dtype, min_count=min_count, most=column.max_ids, work=work) as (frequent, distinct):
+    with ranked(column.name, values, key_dtype=dtype, min_count=min_count, work=work) as (frequent, distinct):
         data = job.work.ranked if options.order == "similarity" else job.work.data
         file, table = write_vocabulary(column.name, frequent.counted, len(frequent), key_dtype=dtype, data=data)
         vocabulary: dict[str, Any] = {"distinct": distinct, "num_embeddings": len(frequent) + 1}
@@ -122,11 +122,10 @@ def extend_vocabulary(job: Job, column: CategoricalColumn, known: Path, values: 
     assert column.vocabulary, "only columns with a vocabulary are extended"
     assert column.table, "which is written with the vocabulary"
     known_rows, vocabulary = column.vocabulary.rows, check_file(column.vocabulary, known)
-    dtype, max_ids = job.schema.key_dtype, job.schema.column_of(column.name).max_ids
+    dtype = job.schema.key_dtype
     id_source = IdSource(check_file(column.table, known), dtype, job.options.table_bytes // job.options.threads)
-    most = None if max_ids is None else max(0, max_ids - known_rows)
     new_values, work = _without_id(values, id_source), job.work.path / "tables"
-    with ranked(column.name, new_values, key_dtype=dtype, min_count=column.min_count, most=most, work=work) as (new, _):
+    with ranked(column.name, new_values, key_dtype=dtype, min_count=column.min_count, work=work) as (new, _):
         if not len(new):
             return column
         rows = known_rows + len(new)
@@ -150,14 +149,13 @@ def _without_id(values: Iterable[Counted], id_source: IdSource) -> Iterator[Coun
 
 @contextmanager
 def ranked(
-    name: str, values: Iterable[Counted], *, key_dtype: np.dtype, min_count: int, most: int | None, work: Path
+    name: str, values: Iterable[Counted], *, key_dtype: np.dtype, min_count: int, work: Path
 ) -> Iterator[tuple[_Values, int]]:
     """Yield a column's frequent values in the order of their ids, which stay on disk until the block ends, and the number of all.
 
     Args:
         values: distinct keys, ascending, with their counts, block by block.
         min_count: values seen fewer times in training are left out.
-        most: the most values to keep; None for all.
         work: a folder for temporary files.
 
     Raises:
@@ -173,12 +171,11 @@ def ranked(
             block = np.empty(np.count_nonzero(is_frequent), dtype)
             block["key"], block["count"] = keys[is_frequent], counts[is_frequent]
             file.write(block.view(np.uint8).data)  # ndarray.tofile ignores a full disk
-    kept = len(frequent) if most is None else min(len(frequent), most)
-    if kept >= _MOST_IDS:
-        raise UserError(f"{name} has {kept} values with at least {min_count} rows; raise `min_count` {name}={min_count + 1}")
-    ordered = allocate(by_id.path, dtype, (kept,))
+    if len(frequent) >= _MOST_IDS:
+        raise UserError(f"{name} has {len(frequent)} values with at least {min_count} rows; raise `min_count` {name}={min_count + 1}")
+    ordered = allocate(by_id.path, dtype, (len(frequent),))
     for ids, block in zip(_ids_by_count(frequent), frequent.blocks(), strict=True):
-        ordered[ids[ids <= kept] - 1] = block[ids <= kept]
+        ordered[ids - 1] = block
         release(ordered)
     yield by_id, distinct
     remove(frequent.path)

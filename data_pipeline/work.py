@@ -1,7 +1,6 @@
 """The hidden work folder of a run, which keeps finished steps under their final names so that a killed run can resume.
 
     .data.partial/identity.json     inputs and options; a run with different ones starts over
-    .data.partial/times/            before pass 1, if splits go by time
     .data.partial/counts/           pass 1: each part's runs of values and statistics, and merged runs
     .data.partial/tables/           records of vocabularies
     .data.partial/ranked/           with an order of similarity: the vocabularies in order of frequency
@@ -35,7 +34,7 @@ from data_pipeline.atomic import (
 
 Record = TypeVar("Record")
 Tell = Callable[[str], None]
-FOLDERS = ("times", "counts", "tables", "ranked/vocabulary", "shards", "data")
+FOLDERS = ("counts", "tables", "ranked/vocabulary", "shards", "data")
 
 
 class WorkFolder:
@@ -106,7 +105,7 @@ def work_folder(
                 put_in_place(work.data if files else work.data / named_output.name, output)
                 _discard(work.path)
             finally:
-                if not any(any((work.path / folder).glob("*.json")) for folder in ("times", "counts", "shards")):
+                if not any(any((work.path / folder).glob("*.json")) for folder in ("counts", "shards")):
                     _discard(work.path)
     except OSError as error:
         remedy = "choose a writable place with enough space"

@@ -169,7 +169,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
 @click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows for the test, at the end.")
 @click.option("--seed", default=0, show_default=True, help="Seed of a split at random.")
 @click.option("--val-from", type=TIME, metavar="TIME", help="Start of validation, by time: 2026-01-31T12:00 or a number.")
-@click.option("--test-from", type=TIME, metavar="TIME", help="Start of the test, likewise; give both instead of fractions.")
+@click.option("--test-from", type=TIME, metavar="TIME", help="Start of the test, likewise.")
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Turn logs into Parquet shards and manifest.json: Criteo's, with or without label, or others by --schema.
 
@@ -201,7 +201,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
     "--schema",
     type=_PATH,
     metavar="FILE",
-    help="TOML file with the new logs' columns, if labels, ignored columns or, with --extend, max_ids differ.",
+    help="TOML file with the new logs' columns, if labels or ignored columns differ.",
 )
 @click.option(
     "--split",

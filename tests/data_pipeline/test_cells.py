@@ -154,21 +154,6 @@ def test_texts_that_are_not_times(text: str) -> None:
     assert "is not a time in ISO 8601, nor a number" in reasons[0]
 
 
-@pytest.mark.parametrize(
-    ("time_format", "text", "iso"),
-    [
-        ("%m/%d/%Y %H:%M", "11/7/2017 9:30", "2017-11-07T09:30+00:00"),
-        ("%d.%m.%y", "07.11.17", "2017-11-07T00:00+00:00"),
-        ("%d/%b/%Y:%H:%M:%S %z", "10/Oct/2000:13:55:36 -0700", "2000-10-10T20:55:36+00:00"),
-    ],
-)
-def test_times_of_a_format(time_format: str, text: str, iso: str) -> None:
-    times, reasons = cells(pa.array([text.encode(), iso.encode(), b"\xff", b""]), kind="time", format=time_format)
-    assert times == [datetime.fromisoformat(iso).timestamp()]
-    assert reasons[0] == f"x '{iso}' is not a time of the format {time_format}"
-    assert len(reasons) == 3
-
-
 @pytest.mark.parametrize("unit", ["s", "us", "ns"])
 def test_far_times_and_nanoseconds(unit: str) -> None:
     moments = [datetime(2260, 1, 1, tzinfo=UTC), datetime(1970, 1, 1, tzinfo=UTC)]

@@ -58,7 +58,7 @@ COLUMNS = (
     Column(name="price", kind="float"),
     Column(name="code", kind="hex"),
     Column(name="shop", kind="category"),
-    Column(name="item", kind="category", max_ids=2),
+    Column(name="item", kind="category"),
     Column(name="user", kind="category", hash_buckets=1000),
     Column(name="tags", kind="list", separator=" ", max_length=3),
 )
@@ -89,7 +89,7 @@ def column_of(rows: Sequence[dict[str, Any]], column: Column, train: int, min_co
     lists = [[as_key(text) for text in (cell if column.kind == "list" else [cell] if cell else [])] for cell in cells]
     lists = [keys[: column.max_length] for keys in lists]
     counts = Counter(key for keys in lists[:train] for key in keys)
-    frequent = sorted((key for key in counts if counts[key] >= min_count), key=lambda key: (-counts[key], key))[: column.max_ids]
+    frequent = sorted((key for key in counts if counts[key] >= min_count), key=lambda key: (-counts[key], key))
     ids = {key: number for number, key in enumerate(frequent, start=1)}
     encoded = [[hashed_id(key, column.hash_buckets) if column.hash_buckets else ids.get(key, 0) for key in keys] for keys in lists]
     return encoded if column.kind == "list" else [keys[0] if keys else 0 for keys in encoded]

@@ -83,6 +83,7 @@ def test_a_header_that_the_schema_lacks_is_suspected(tmp_path: Path) -> None:
         make(tmp_path / "orders.csv", tmp_path / "data", schema=schema)
 
 
+START = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 VISITS = """
 separator = ","
 header = true
@@ -105,25 +106,15 @@ def visits(tmp_path: Path) -> PreprocessOptions:
     (tmp_path / "visits.toml").write_text(VISITS)
     schema = read_schema(tmp_path / "visits.toml")
     inputs, output = (tmp_path / "visits.csv",), tmp_path / "by time"
-    return PreprocessOptions(inputs=inputs, output=output, schema=schema, split="time", part_bytes=3000, min_count=1)
+    times = {"val_from": START + 80 * 86400, "test_from": START + 90 * 86400}
+    return PreprocessOptions(inputs=inputs, output=output, schema=schema, split="time", part_bytes=3000, min_count=1, **times)
 
 
-@pytest.mark.parametrize(
-    ("others", "days"),
-    [
-        ({}, (80, 90)),
-        ({"val_fraction": 0.25, "test_fraction": 0.25}, (50, 75)),
-        ({"val_fraction": 0.0, "test_fraction": 0.0}, (100, 100)),
-        ({"val_fraction": 0.0, "test_fraction": 0.31}, (69, 69)),
-        (
-            {"val_from": datetime(2026, 1, 31, tzinfo=UTC).timestamp(), "test_from": datetime(2026, 2, 10, tzinfo=UTC).timestamp()},
-            (30, 40),
-        ),
-    ],
-)
-def test_by_time(visits: PreprocessOptions, others: dict[str, float], days: tuple[int, int]) -> None:
+@pytest.mark.parametrize("days", [(80, 90), (30, 40), (69, 69), (100, 100)])
+def test_by_time(visits: PreprocessOptions, days: tuple[int, int]) -> None:
     """Each day is in one split, earlier days in training; rows keep the log's order."""
-    options = replace(visits, **others)
+    val_from, test_from = (START + 86400 * day for day in days)
+    options = replace(visits, val_from=val_from, test_from=test_from)
     manifest = preprocess(options)
     verify(manifest, options.output)
     frame = pd.read_csv(str(options.inputs[0]), parse_dates=["when"])
@@ -132,9 +123,7 @@ def test_by_time(visits: PreprocessOptions, others: dict[str, float], days: tupl
         assert manifest.splits[split].rows == chosen.sum()
         if chosen.any():
             assert read(options.output, split)["label"].tolist() == frame["click"][chosen].tolist()
-    start = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
-    if days[0] < 100:
-        assert (manifest.options["val_from"], manifest.options["test_from"]) == tuple(start + 86400 * day for day in days)
+    assert (manifest.options["val_from"], manifest.options["test_from"]) == (val_from, test_from)
 
 
 def test_new_rows_are_split_at_the_same_times(visits: PreprocessOptions, tmp_path: Path) -> None:
@@ -153,7 +142,7 @@ def test_times_are_read_only_where_rows_are_split_by_them(visits: PreprocessOpti
     (tmp_path / "visits.csv").write_text("click,when,who,page\n1,11/7/2017 9:30,u,1\n" + "0,,u,1\n" * 9)
     with pytest.raises(ValueError, match="when '11/7/2017 9:30' is not a time in ISO 8601"):
         preprocess(options)
-    manifest = preprocess(replace(options, split="chronological"))
+    manifest = preprocess(replace(options, split="chronological", val_from=None, test_from=None))
     assert manifest.rows.written == 10
     new = transform(TransformOptions(inputs=(tmp_path / "visits.csv",), data=options.output, output=tmp_path / "new"))
     assert new.rows.written == 10
