@@ -197,8 +197,6 @@ class RunConfig:
 
 
 Settings = TypeVar("Settings")
-_FORMER: dict[str, dict[str, Any]] = {"ranks": {"score": None}, "training": {"accumulation": 1, "clip_grad_norm": None}}
-"""Settings of earlier versions by section, with their defaults; their runs have recorded them, and also [checkpoints]."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -223,7 +221,7 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
     if path is not None:
         try:
             text = Path(path).read_text()
-            raw = _without_former(json.loads(text)) if str(path).endswith(".json") else tomllib.loads(text)
+            raw = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
         except ValueError as error:
             raise UserError(f"{path} can't be parsed: {error}") from None
     for override in overrides:
@@ -233,22 +231,7 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:
     """Validate nested plain values into a config; errors as in `load_settings`."""
-    return _parse(RunConfig, _without_former(raw))
-
-
-def _without_former(raw: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the settings that earlier versions wrote into a run."""
-    kept = {section: value for section, value in raw.items() if section != "checkpoints"}
-    for section, former in _FORMER.items():
-        if isinstance(values := raw.get(section), dict):
-            kept[section] = {key: value for key, value in values.items() if key not in former}
-    return kept
-
-
-def former_settings(raw: dict[str, Any]) -> list[str]:
-    """List what a recorded config sets that only earlier versions did."""
-    keys = [(section, key, default) for section, former in _FORMER.items() for key, default in former.items()]
-    return [f"{section}.{key}" for section, key, default in keys if (raw.get(section) or {}).get(key, default) != default]
+    return _parse(RunConfig, raw)
 
 
 def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:

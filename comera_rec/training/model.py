@@ -73,7 +73,7 @@ class Schema:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Schema:
-        """Read what `asdict` and JSON made; earlier versions recorded no vocabularies or labels."""
+        """Read what `asdict` and JSON made."""
         return TypeAdapter(cls).validate_python(plain)
 
 

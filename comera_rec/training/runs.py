@@ -13,7 +13,7 @@ from torch import nn
 
 from comera_rec.distributed import WORLD
 from comera_rec.training.checkpoint import Checkpoint, checkpoint_at, latest_checkpoint, open_checkpoint
-from comera_rec.training.config import RunConfig, former_settings, parse_config
+from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model
 from comera_rec.training.state import load_model_
 from data_pipeline.errors import UserError
@@ -65,11 +65,6 @@ def _require_run_folder(folder: Path) -> None:
 
 def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:
     """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded."""
-    if former := former_settings(record["config"]):
-        raise UserError(
-            f"{config.output} was trained with {', '.join(former)}, which this version doesn't have: resume it with the version of "
-            "comera-rec that started it, or choose another output"
-        )
     present, recorded = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
     differing = [key for key in present if present[key] != recorded[key]]
     if differing:

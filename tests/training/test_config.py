@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from comera_rec.training.config import former_settings, load_config, parse_config
+from comera_rec.training.config import load_config, parse_config
 from comera_rec.training.model import Schema
 
 MINIMAL = {"output": "runs/x", "data": {"path": "data"}}
@@ -31,9 +31,6 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
         {**MINIMAL, "ranks": {"early_steps": 7, "late_steps": 3, "target_size": 0.5}, "tables": {"compression": 50}}
     )
     assert parse_config(config.to_dict()) == config
-    plain = config.to_dict()
-    former = {"ranks": plain["ranks"] | {"score": None}, "checkpoints": {"asynchronous": True}}
-    assert parse_config(plain | former) == config, "of an earlier version"
     assert load_config(None, ["data.path=data", "output=runs/x", "seed=2"]) == parse_config({**MINIMAL, "seed": 2}), (
         "without a file"
     )
@@ -86,9 +83,3 @@ def test_bad_override_and_bad_file(tmp_path: Path) -> None:
     path.write_text("output = ")
     with pytest.raises(ValueError, match=r"run\.toml can't be parsed"):
         load_config(path)
-
-
-def test_settings_of_earlier_versions_are_known() -> None:
-    recorded = {"training": {"accumulation": 4, "clip_grad_norm": None}, "ranks": {"score": "norm"}}
-    assert former_settings(recorded) == ["ranks.score", "training.accumulation"]
-    assert not former_settings({"training": {"accumulation": 1}, "ranks": None})
