@@ -21,7 +21,7 @@ from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, Sta
 def export_dense(model: nn.Module) -> nn.Module:
     """Copy a model with every TT module contracted to its plain torch or TorchRec equivalent.
 
-    The copy predicts the same numbers. If the model comes from `build_dlrm` or `build_deepfm`, or consists of torch and TorchRec
+    The copy predicts the same numbers. If the model comes from `build_dlrm`, or consists of torch and TorchRec
     modules with this library's swapped in, the copy loads where this library isn't installed. Collections, including fused ones
     inside them, become `torchrec.EmbeddingBagCollection` and `torchrec.EmbeddingCollection`.
 

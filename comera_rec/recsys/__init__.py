@@ -2,7 +2,7 @@
 
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig, TTEmbeddingConfig
-from comera_rec.recsys.dlrm import build_deepfm, build_dlrm
+from comera_rec.recsys.dlrm import build_dlrm
 from comera_rec.recsys.sequences import TTEmbeddingCollection
 
 __all__ = [
@@ -10,6 +10,5 @@ __all__ = [
     "TTEmbeddingBagConfig",
     "TTEmbeddingCollection",
     "TTEmbeddingConfig",
-    "build_deepfm",
     "build_dlrm",
 ]

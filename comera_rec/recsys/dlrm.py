@@ -1,13 +1,11 @@
-"""TorchRec's DLRM, DLRM-DCNv2 and DeepFM with TT tables and layers."""
+"""TorchRec's DLRM and DLRM-DCNv2 with TT tables and layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -16,8 +14,6 @@ from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, StackedFeatures
 from comera_rec.tt import require_positive
 from data_pipeline.errors import UserError
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 class LearnedVector(nn.Module):
@@ -67,7 +63,10 @@ def build_dlrm(
     Returns:
         A model called as `model(dense_features, sparse_features) -> logits [B, L]`.
     """
-    _require_inputs(tables, dense_in_features)
+    if dense_in_features < 0:
+        raise UserError(f"dense_in_features is {dense_in_features}: give how many there are, or 0")
+    if not tables:
+        raise UserError("tables is empty: give at least one table config")
     for name, sizes in (("dense_arch_layer_sizes", dense_arch_layer_sizes), ("over_arch_layer_sizes", over_arch_layer_sizes)):
         if not sizes:
             raise UserError(f"{name} is empty: give at least one layer size")
@@ -95,57 +94,6 @@ def build_dlrm(
     model.sparse_arch = StackedFeatures(collection)
     if not dense_in_features:
         model.dense_arch = LearnedVector(dense_arch_layer_sizes[-1], dense_device)
-    return _compress_linears_(model, linears)
-
-
-def build_deepfm(
-    tables: Sequence[EmbeddingBagConfig],
-    *,
-    dense_in_features: int,
-    hidden_layer_size: int,
-    deep_fm_dimension: int,
-    outputs: int = 1,
-    linears: LinearCompression | None = LinearCompression(tt_ranks=32),  # noqa: B008  frozen
-    device: torch.device | str | None = None,
-) -> SimpleDeepFMNN:
-    """Build TorchRec's DeepFM (Guo et al., arXiv 1703.04247) with large tables and large layers in TT form.
-
-    Args:
-        tables, dense_in_features, linears, device: as for `build_dlrm`; tables of one dimension.
-        hidden_layer_size: size of the hidden layer of the MLP over dense features.
-        deep_fm_dimension: outputs of the deep part over all features.
-        outputs: L, one logit for each label.
-
-    Raises:
-        ValueError: for sizes below 1, a negative number of dense features, no tables, or tables of different dimensions.
-
-    Returns:
-        A model called as `model(dense_features, sparse_features) -> logits [B, L]`, without the sigmoid that TorchRec's ends with.
-    """
-    _require_inputs(tables, dense_in_features)
-    require_positive(hidden_layer_size=hidden_layer_size, deep_fm_dimension=deep_fm_dimension, outputs=outputs)
-    dims = sorted({config.embedding_dim for config in tables})
-    if len(dims) > 1:
-        raise UserError(f"tables have dimensions {dims}: give the same for all, as DeepFM needs")
-    collection = TTEmbeddingBagCollection(tables, device=device)
-    model = SimpleDeepFMNN(max(1, dense_in_features), collection, hidden_layer_size, deep_fm_dimension)
-    head = model.over_arch.model[0]  # without TorchRec's sigmoid
-    model.over_arch.model = head if outputs == 1 else nn.Linear(head.in_features, outputs)
-    if not dense_in_features:
-        model.dense_arch = LearnedVector(dims[0])
-    return _compress_linears_(model.to(device or "cpu"), linears)
-
-
-def _require_inputs(tables: Sequence[EmbeddingBagConfig], dense_in_features: int) -> None:
-    """Raise ValueError for no tables, or a negative number of dense features."""
-    if dense_in_features < 0:
-        raise UserError(f"dense_in_features is {dense_in_features}: give how many there are, or 0")
-    if not tables:
-        raise UserError("tables is empty: give at least one table config")
-
-
-def _compress_linears_(model: Model, linears: LinearCompression | None) -> Model:
-    """Compress the linear layers that a config selects, if any."""
     if linears is not None:
         replace_modules_(model, compressed_linears(model, linears)[0])
     return model

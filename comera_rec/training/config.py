@@ -43,16 +43,14 @@ class ModelConfig:
     """Kind and sizes of the model.
 
     Attributes:
-        architecture: "dlrm"; "dcn" for DLRM-DCNv2, with a cross network in place of products of pairs; or "deepfm".
+        architecture: "dlrm", or "dcn" for DLRM-DCNv2, with a cross network in place of products of pairs.
         embedding_dim: columns of every table.
-        dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added. DeepFM needs
-            exactly one hidden layer.
-        over_arch: outputs of the top MLP's hidden layers; a last layer of one output per label is added. DeepFM needs exactly one
-            hidden layer.
+        dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added.
+        over_arch: outputs of the top MLP's hidden layers; a last layer of one output per label is added.
         cross_layers, cross_rank: number and rank of the cross network's layers.
     """
 
-    architecture: Literal["dlrm", "dcn", "deepfm"] = "dlrm"
+    architecture: Literal["dlrm", "dcn"] = "dlrm"
     embedding_dim: PositiveInt = 16
     dense_arch: tuple[PositiveInt, ...] = (256, 128)
     over_arch: tuple[PositiveInt, ...] = (256, 128)
@@ -60,11 +58,8 @@ class ModelConfig:
     cross_rank: PositiveInt = 64
 
     def __post_init__(self) -> None:
-        if not self.over_arch and self.architecture != "deepfm":
+        if not self.over_arch:
             raise UserError(f"model.over_arch is empty: give at least one layer size, as {self.architecture} needs")
-        for name in ("dense_arch", "over_arch"):
-            if self.architecture == "deepfm" and len(getattr(self, name)) != 1:
-                raise UserError(f"model.{name} is {list(getattr(self, name))}: give exactly one layer size for DeepFM")
 
 
 @dataclass(frozen=True, kw_only=True)

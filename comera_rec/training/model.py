@@ -21,7 +21,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from comera_rec.nn import replace_modules_
 from comera_rec.rank import rank_param_groups
-from comera_rec.recsys import build_deepfm, build_dlrm
+from comera_rec.recsys import build_dlrm
 from comera_rec.training.config import OptimizerConfig, RunConfig, TablesConfig
 from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
@@ -82,22 +82,12 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
 
     It is called as `model(dense_features, sparse_features)` and returns [B, L] logits, one for each label.
     """
-    outputs = len(schema.labels)
-    tables = table_configs(config, schema)
-    linears = config.linears if config.linears.format == "tt" else None
-    if config.model.architecture == "deepfm":
-        (hidden,), (deep,) = config.model.dense_arch, config.model.over_arch
-        return build_deepfm(
-            tables,
-            dense_in_features=len(schema.dense), hidden_layer_size=hidden, deep_fm_dimension=deep,
-            outputs=outputs, linears=linears, device=device,
-        )  # fmt: skip
     return build_dlrm(
-        tables,
+        table_configs(config, schema),
         dense_in_features=len(schema.dense),
         dense_arch_layer_sizes=[*config.model.dense_arch, config.model.embedding_dim],
-        over_arch_layer_sizes=[*config.model.over_arch, outputs],
-        linears=linears,
+        over_arch_layer_sizes=[*config.model.over_arch, len(schema.labels)],
+        linears=config.linears if config.linears.format == "tt" else None,
         cross_layers=config.model.cross_layers if config.model.architecture == "dcn" else 0,
         cross_rank=config.model.cross_rank,
         device=device,

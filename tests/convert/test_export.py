@@ -15,7 +15,6 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from comera_rec import TTEmbeddingBag, TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTLinear, build_dlrm, export_dense
 from comera_rec.nn import TTModule, replace_modules_
-from comera_rec.recsys import build_deepfm
 
 
 def tables() -> list[EmbeddingBagConfig]:
@@ -67,8 +66,6 @@ def test_fused_dense_tables_are_also_exported(random_jagged: Callable[..., Keyed
 
 
 def build(architecture: str, dense: int) -> nn.Module:
-    if architecture == "deepfm":
-        return build_deepfm(tables(), dense_in_features=dense, hidden_layer_size=32, deep_fm_dimension=128)
     return build_dlrm(
         tables(), dense_in_features=dense, dense_arch_layer_sizes=[128, 16], over_arch_layer_sizes=[128, 1],
         cross_layers=2 if architecture == "dcn" else 0, cross_rank=4,
@@ -87,7 +84,7 @@ for name, (model, inputs, expected) in torch.load(sys.argv[1], weights_only=Fals
 
 def test_built_models_load_without_this_library(tmp_path: Path, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     exported, sparse = {}, random_jagged({"f1": 401, "f2": 30}, 9)
-    for architecture, dense in product(("dlrm", "dcn", "deepfm"), (5, 0)):
+    for architecture, dense in product(("dlrm", "dcn"), (5, 0)):
         model, inputs = build(architecture, dense), (torch.randn(9, dense), sparse)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         plain = export_dense(model)

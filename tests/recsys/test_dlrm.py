@@ -20,7 +20,6 @@ from comera_rec import (
     build_dlrm,
     export_dense,
 )
-from comera_rec.recsys import build_deepfm
 from comera_rec.training.model import materialize_
 
 
@@ -51,15 +50,9 @@ def test_large_layers_are_tt_layers_and_small_ones_dense(random_jagged: Callable
     assert not any(isinstance(m, TTLinear) for m in build(linears=LinearCompression(min_features=1000)).modules())
 
 
-def deepfm(**arguments: object) -> nn.Module:
-    sizes = {"dense_in_features": 5, "hidden_layer_size": 32, "deep_fm_dimension": 256}
-    return build_deepfm(**{"tables": tables(), **sizes, **arguments})  # type: ignore[arg-type]
-
-
 ARCHITECTURES = {
     "dot products": build,
     "cross network": partial(build, cross_layers=2, cross_rank=4),
-    "DeepFM": deepfm,
 }
 
 
@@ -96,9 +89,6 @@ def test_every_architecture_learns_and_is_exported(name: str, dense: int, random
         (build, {"over_arch_layer_sizes": [64, -1]}, r"over_arch_layer_sizes\[1\] is -1: give a positive integer"),
         (build, {"dense_arch_layer_sizes": [64, 8]}, r"tables have dimensions \[16\] and dense_arch_layer_sizes ends with 8"),
         (build, {"tables": []}, "tables is empty"),
-        (deepfm, {"dense_in_features": -1}, "dense_in_features is -1: give how many there are, or 0"),
-        (deepfm, {"hidden_layer_size": 0}, "hidden_layer_size is 0: give a positive integer"),
-        (deepfm, {"tables": []}, "tables is empty"),
     ],
 )
 def test_mistakes_are_named(make: Callable[..., nn.Module], arguments: dict, message: str) -> None:

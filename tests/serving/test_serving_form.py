@@ -21,7 +21,6 @@ import comera_rec as cr
 from comera_rec.nn import TTModule
 from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.rank import truncate_ranks_
-from comera_rec.recsys import build_deepfm
 from comera_rec.serving.forms import FORMS, serving_copy, serving_layer
 from comera_rec.serving.tables import served_table
 
@@ -89,17 +88,13 @@ def test_a_tt_layer_keeps_its_values(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("dense", [3, 0])
-@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm"])
+@pytest.mark.parametrize("architecture", ["dlrm", "dcn"])
 def test_every_architecture_is_served(
     architecture: str, dense: int, collection: cr.TTEmbeddingBagCollection, random_jagged: Callable[..., KeyedJaggedTensor]
 ) -> None:
     linears, configs = cr.LinearCompression(tt_ranks=2, min_features=8, policy="always"), collection.embedding_bag_configs()
-    if architecture == "deepfm":
-        sizes = {"hidden_layer_size": 16, "deep_fm_dimension": 16}
-        model = build_deepfm(configs, dense_in_features=dense, linears=linears, **sizes)
-    else:
-        sizes = {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
-        model = cr.build_dlrm(configs, dense_in_features=dense, linears=linears, cross_layers=2 * (architecture == "dcn"), **sizes)
+    sizes = {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
+    model = cr.build_dlrm(configs, dense_in_features=dense, linears=linears, cross_layers=2 * (architecture == "dcn"), **sizes)
     features = random_jagged({"f2": 1111, "f3": 1111, "f4": 1111, "a": 30, "b": 30}, 5)
     arguments = {"dense_features": torch.randn(5, dense), "sparse_features": features}
     with torch.no_grad():

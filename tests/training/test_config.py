@@ -60,7 +60,6 @@ def test_differing_columns_are_listed_in_their_order() -> None:
         ({"training": {"task_weights": [1.0, 0.0]}}, r"training\.task_weights\.1: Input should be greater than 0, not 0\.0"),
         ({"training": {"keep_best": True}}, r"training\.keep_best is True but nothing is evaluated: set training\.eval_every"),
         ({"training": {"precision": "float16"}}, r"training\.precision: Input should be 'float32' or 'bfloat16', not"),
-        ({"model": {"architecture": "deepfm"}}, r"model\.dense_arch is \[256, 128\]: give exactly one layer size for DeepFM"),
         ({"output": ""}, r"output is empty: give the run's folder"),
         ({"seed": 2**63}, r"seed: Input should be less than 9223372036854775808, not 9223372036854775808"),
     ],

@@ -73,7 +73,6 @@ def test_a_loss_is_the_weighted_mean_of_its_tasks_and_rows(folder: Path, tmp_pat
     [
         ["model.architecture=dlrm"],
         ["model.architecture=dcn"],
-        ["model.architecture=deepfm"],
     ],
     ids=lambda overrides: overrides[0],
 )
