@@ -1,47 +1,96 @@
-"""`verify` finds every kind of damage."""
+"""A manifest is read completely or refused with the key at fault, and `verify` finds every kind of damage."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from random_logs import make, random_rows
+from random_logs import make
 
-from data_pipeline.manifest import CategoricalColumn, Manifest, describe_file
+from data_pipeline.manifest import Manifest, file_sha256, read_manifest
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.verify import verify
 
-ROWS = random_rows(400)
+Change = Callable[[dict[str, Any]], object]
 
 
-@pytest.fixture
-def data(tmp_path: Path, write_log: Callable[..., Path]) -> tuple[Manifest, Path]:
-    return make(write_log(ROWS), tmp_path / "data", part_bytes=10_000), tmp_path / "data"
+def edit(data: Path, change: Change) -> None:
+    content = json.loads((data / "manifest.json").read_text())
+    change(content)
+    (data / "manifest.json").write_text(json.dumps(content))
 
 
-def with_first_shard(manifest: Manifest, folder: Path, change: Callable[[pd.DataFrame], None]) -> Manifest:
-    """Change train's first shard; return the manifest with its new checksum."""
-    train = manifest.splits["train"]
-    path = folder / train.shards[0].path
-    schema, metadata = pq.read_schema(path), pq.read_metadata(path).metadata
-    frame = pd.read_parquet(path)
-    change(frame)
-    table = pa.Table.from_pandas(frame, schema, preserve_index=False)
-    pq.write_table(table.replace_schema_metadata({b"comera_rec.rows": metadata[b"comera_rec.rows"]}), path)
-    first = replace(describe_file(train.shards[0].path, folder, rows=len(frame)), from_rows=train.shards[0].from_rows)
-    return replace(manifest, splits=manifest.splits | {"train": replace(train, shards=(first, *train.shards[1:]))})
+def emptied(manifest: dict[str, Any], *splits: str) -> None:
+    for name in splits:
+        manifest["splits"][name] |= {"rows": 0, "shards": []}
 
 
-def test_whole(data: tuple[Manifest, Path]) -> None:
-    verified = verify(*data)
+def describe(data: Path, entry: dict[str, Any]) -> None:
+    """State the size and checksum that a file has now."""
+    path = data / entry["path"]
+    entry |= {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def refused(data: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        verify(read_manifest(data), data)
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_of_the_file(data: Path) -> None:
+    """The keys are a contract, because other tools read them."""
+    content = json.loads((data / "manifest.json").read_text())
+    assert set(content) == {field.name for field in dataclasses.fields(Manifest)}
+    assert content["rows"] == {"in": 400, "written": 400, "rejected": 0}
+    assert set(content["splits"]["train"]["shards"][0]) == {"path", "rows", "bytes", "sha256", "from_rows"}
+    verified = verify(read_manifest(data), data)
     assert verified.rows == 400
-    assert verified.files == sum(len(split.shards) for split in data[0].splits.values()) + 2 * 26
+    assert verified.files == sum(len(split["shards"]) for split in content["splits"].values()) + 2 * 26
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.pop("rows"), "manifest.json: rows: Field required"),
+        (lambda m: m["rows"].pop("in"), "manifest.json: rows.in: Field required"),
+        (lambda m: m["splits"].pop("val"), "manifest.json: splits.val: Field required"),
+        (lambda m: m["categorical_columns"][2].update(num_embeddings="many"), "categorical_columns.2.num_embeddings: .*integer"),
+        (lambda m: m.update(format_version=99), "format_version: Input should be 1; run `comera preprocess` again"),
+        (lambda m: m.pop("format"), "format: Field required"),
+        (lambda m: m["splits"]["train"]["shards"][0].update(path="../x"), r"manifest.json: ../x is outside of .*data; run"),
+        (lambda m: m["splits"]["train"]["shards"][0].update(path="train/../../x"), "x is outside of .*data"),
+        (lambda m: m["categorical_columns"][0]["vocabulary"].update(path="/etc/passwd"), "/etc/passwd is outside of .*data"),
+        (lambda m: m["splits"]["train"].update(rows=319), "split train states 319 rows, but its shards 320"),
+        (lambda m: m["categorical_columns"][2].update(vocabulary=None, table=None), "the manifest names no vocabulary of C3"),
+        (
+            lambda m: m["splits"].update(test=m["splits"]["val"]),
+            r"hold \d+ of input rows \d+ to \d+; expected all rows from \d+ on",
+        ),
+        (lambda m: emptied(m, "test"), r"shards hold \d+ of input rows 3\d\d to \d+; expected all rows from 3"),
+        (lambda m: emptied(m, "val", "test"), "the splits hold 320 of 400 rows"),
+        (lambda m: emptied(m, "train"), r"hold \d+ of input rows 320 to \d+; expected all rows from 0 on"),
+        (lambda m: m["splits"]["train"]["shards"].reverse(), "starts before the end of the shard listed before it"),
+    ],
+)
+def test_bad_manifest(data: Path, change: Change, message: str) -> None:
+    edit(data, change)
+    refused(data, message)
+
+
+def test_no_manifest_and_no_json_object(data: Path) -> None:
+    for text in ("", "{", "[]"):
+        (data / "manifest.json").write_text(text)
+        refused(data, r"manifest.json: the file: .*run `comera preprocess` again")
+    (data / "manifest.json").unlink()
+    refused(data, r"manifest.json does not exist: .* make one with `comera preprocess`")
 
 
 @pytest.mark.parametrize(
@@ -53,74 +102,48 @@ def test_whole(data: tuple[Manifest, Path]) -> None:
         ("label", 2, "label holds values other than 0 and 1"),
         ("label", 1, r"train holds \d+ labels of 1, but the mean of label is stated as"),
         ("I4", float("nan"), "I4 holds values that are not finite, or negative logarithms"),
+        (None, 0, r"part-00000.parquet has \d+ rows, but the manifest states \d+"),
     ],
 )
-def test_changed_cells(data: tuple[Manifest, Path], column: str, value: float, message: str) -> None:
-    def change(frame: pd.DataFrame) -> None:
-        frame.loc[frame.index[frame[column] != value][0], column] = value
+def test_changed_cells(data: Path, column: str | None, value: float, message: str) -> None:
+    """And a row that is missing; the checksum fits."""
 
-    with pytest.raises(ValueError, match=message):
-        verify(with_first_shard(*data, change), data[1])
+    def change(manifest: dict[str, Any]) -> None:
+        entry = manifest["splits"]["train"]["shards"][0]
+        path = data / entry["path"]
+        schema, recorded = pq.read_schema(path), pq.read_metadata(path).metadata[b"comera_rec.rows"]
+        frame = pd.read_parquet(path)
+        if column is None:
+            frame = frame[1:]
+        else:
+            frame.loc[frame.index[frame[column] != value][0], column] = value
+        table = pa.Table.from_pandas(frame, schema, preserve_index=False)
+        pq.write_table(table.replace_schema_metadata({b"comera_rec.rows": recorded}), path)
+        describe(data, entry)
+
+    edit(data, change)
+    refused(data, message)
 
 
-def test_other_bytes_and_truncation(data: tuple[Manifest, Path]) -> None:
-    manifest, folder = data
-    path = folder / manifest.splits["train"].shards[1].path
+def test_other_bytes_and_truncation(data: Path) -> None:
+    path = data / read_manifest(data).splits["train"].shards[1].path
     whole = path.read_bytes()
     path.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
-    with pytest.raises(ValueError, match=r"part-00001.parquet differs from the SHA-256"):
-        verify(manifest, folder)
+    refused(data, r"part-00001.parquet differs from the SHA-256")
     path.write_bytes(whole[:-5])
-    with pytest.raises(ValueError, match=r"part-00001.parquet has \d+ bytes, but the manifest states \d+"):
-        verify(manifest, folder)
+    refused(data, r"part-00001.parquet has \d+ bytes, but the manifest states \d+")
 
 
-def test_rows_in_two_splits(data: tuple[Manifest, Path]) -> None:
-    manifest, folder = data
-    val, test = manifest.splits["val"], manifest.splits["test"]
-    taken_twice = replace(manifest, splits=manifest.splits | {"test": val})
-    with pytest.raises(ValueError, match=r"shards hold \d+ of input rows \d+ to \d+; expected all rows from \d+ on"):
-        verify(taken_twice, folder)
-    assert test.rows
-    for names, message in (
-        (("test",), r"shards hold \d+ of input rows 3\d\d to \d+; expected all rows from 3"),
-        (("val", "test"), "the splits hold 320 of 400 rows"),
-    ):
-        left_out = {name: replace(manifest.splits[name], rows=0, shards=()) for name in names}
-        with pytest.raises(ValueError, match=message):
-            verify(replace(manifest, splits=manifest.splits | left_out), folder)
-    train = manifest.splits["train"]
-    turned = replace(manifest, splits=manifest.splits | {"train": replace(train, shards=train.shards[::-1])})
-    with pytest.raises(ValueError, match=f"{train.shards[-2].path} starts before the end of the shard listed before it"):
-        verify(turned, folder)
-
-
-def test_shard_copied_over_another(tmp_path: Path, write_log: Callable[..., Path]) -> None:
+def test_shard_copied_over_another(data: Path) -> None:
     """Counts and checksums are correct, but rows are in two splits."""
-    manifest, folder = make(write_log(ROWS), tmp_path / "data"), tmp_path / "data"
-    (val,), (test,) = manifest.splits["val"].shards, manifest.splits["test"].shards
-    shutil.copy(folder / val.path, folder / test.path)
-    copied = replace(test, bytes=val.bytes, sha256=val.sha256)
-    tampered = replace(manifest, splits=manifest.splits | {"test": replace(manifest.splits["test"], shards=(copied,))})
-    with pytest.raises(
-        ValueError, match=r"test/part-00000.parquet doesn't hold the rows that the manifest states, but those of anoth"
-    ):
-        verify(tampered, folder)
 
+    def copy(manifest: dict[str, Any]) -> None:
+        val, test = (manifest["splits"][name]["shards"][0] for name in ("val", "test"))
+        shutil.copy(data / val["path"], data / test["path"])
+        describe(data, test)
 
-def with_vocabulary(manifest: Manifest, folder: Path, change: Callable[[Path, Path], None]) -> Manifest:
-    """Change C3's vocabulary and table; return the manifest with their new checksums."""
-    column = manifest.categorical_columns[2]
-    assert column.vocabulary
-    assert column.table
-    change(folder / column.vocabulary.path, folder / column.table.path)
-    vocabulary, table = (describe_file(file.path, folder, rows=file.rows) for file in (column.vocabulary, column.table))
-    return with_column(manifest, replace(column, vocabulary=vocabulary, table=table))
-
-
-def with_column(manifest: Manifest, column: CategoricalColumn) -> Manifest:
-    columns = manifest.categorical_columns
-    return replace(manifest, categorical_columns=(*columns[:2], column, *columns[3:]))
+    edit(data, copy)
+    refused(data, r"test/part-00000.parquet doesn't hold the rows that the manifest states, but those of another shard")
 
 
 def rewritten(vocabulary: Path, change: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
@@ -141,7 +164,6 @@ def swap_values(frame: pd.DataFrame) -> pd.DataFrame:
         (lambda words, table: rewritten(words, swap_values), "C3.parquet, from id 1 on, doesn't list|the table of C3 gives its"),
         (lambda words, table: rewritten(words, lambda frame: frame[::-1]), "C3.parquet, from id 1 on, doesn't list values by"),
         (lambda words, table: rewritten(words, lambda frame: frame[:-1]), r"C3 has \d+ embeddings, but its vocabulary has \d+ val"),
-        (lambda words, table: rewritten(words, lambda frame: frame[:0]), r"C3 has \d+ embeddings, but its vocabulary has 0 values"),
         (
             lambda words, table: rewritten(words, lambda frame: frame.assign(count=frame["count"] + 10)),
             r"training rows hold \d+ ids of C3, but its vocabulary counts \d+",
@@ -151,29 +173,19 @@ def swap_values(frame: pd.DataFrame) -> pd.DataFrame:
         (lambda words, table: table.write_bytes(b"\1" * table.stat().st_size), "C3.table is not a table of"),
     ],
 )
-def test_junk_as_vocabulary(data: tuple[Manifest, Path], change: Callable[[Path, Path], None], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        verify(with_vocabulary(*data, change), data[1])
-
-
-def test_missing_vocabulary(data: tuple[Manifest, Path]) -> None:
-    manifest, folder = data
-    without = with_column(manifest, replace(manifest.categorical_columns[2], vocabulary=None, table=None))
-    with pytest.raises(ValueError, match="the manifest names no vocabulary of C3"):
-        verify(without, folder)
+def test_junk_as_vocabulary(data: Path, change: Callable[[Path, Path], None], message: str) -> None:
+    """With checksums that fit."""
+    change(data / "vocabulary" / "C3.parquet", data / "vocabulary" / "C3.table")
+    edit(data, lambda m: [describe(data, m["categorical_columns"][2][file]) for file in ("vocabulary", "table")])
+    refused(data, message)
 
 
 def test_sums_of_weights_and_labels(tmp_path: Path) -> None:
-    columns = tuple(
-        Column(name=name, kind=kind)  # type: ignore[arg-type]
-        for name, kind in {"click": "label", "buy": "label", "w": "weight", "c": "hex"}.items()
-    )
+    kinds: dict[str, Any] = {"click": "label", "buy": "label", "w": "weight", "c": "hex"}
+    schema = LogSchema(columns=tuple(Column(name=name, kind=kind) for name, kind in kinds.items()), separator=",")
     (tmp_path / "log").write_text("1,0,0.5,1\n0,1,2,1\n" * 20)
-    manifest = make(tmp_path / "log", tmp_path / "data", schema=LogSchema(columns=columns, separator=","))
-    assert manifest.weight is not None
-    means = manifest.weight.split_means | {"test": 0.5}
-    with pytest.raises(ValueError, match=r"test holds weights that sum to .*, but the mean of w is stated as 0.5"):
-        verify(replace(manifest, weight=replace(manifest.weight, split_means=means)), tmp_path / "data")
-    buy = replace(manifest.other_labels[0], split_means=manifest.other_labels[0].split_means | {"val": 0.9})
-    with pytest.raises(ValueError, match=r"val holds .* labels of 1, but the mean of buy is stated as 0\.9"):
-        verify(replace(manifest, other_labels=(buy,)), tmp_path / "data")
+    make(tmp_path / "log", tmp_path / "data", schema=schema)
+    edit(tmp_path / "data", lambda m: m["other_labels"][0]["split_means"].update(val=0.9))
+    refused(tmp_path / "data", r"val holds .* labels of 1, but the mean of buy is stated as 0\.9")
+    edit(tmp_path / "data", lambda m: m["weight"]["split_means"].update(test=0.5) or m.update(other_labels=[]))
+    refused(tmp_path / "data", r"test holds weights that sum to .*, but the mean of w is stated as 0.5")
