@@ -122,11 +122,10 @@ def test_marks_of_missing_cells_are_empty_cells(tmp_path: Path, form: str) -> No
     assert find_text(manifest, tmp_path / "data", "c", "NA").id == 0
 
 
-@pytest.mark.parametrize("mark", ["NA", "\\N"])
 @pytest.mark.parametrize("kind", ["integer", "float", "hex"])
-def test_unknown_marks_of_missing_cells_name_the_setting(kind: str, mark: str) -> None:
-    _, reasons = cells(pa.array([mark]), kind=kind)
-    assert reasons[0].endswith(f"; if it stands for a missing value, set missing = [{json.dumps(mark)}] in the schema")
+def test_unknown_marks_of_missing_cells_name_the_setting(kind: str) -> None:
+    _, reasons = cells(pa.array(["\\N"]), kind=kind)
+    assert reasons[0].endswith(r'; if it stands for a missing value, set missing = ["\\N"] in the schema')
 
 
 ZONES = {"": 0, "Z": 0, "UTC": 0, " UTC": 0, "+00:00": 0, "+02:00": 120, "-0530": -330, "+09": 540}

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 
 from data_pipeline import hashing, native
 from data_pipeline.hashing import IdSource, encode_keys, open_tables, write_table
-from data_pipeline.manifest import IntegerColumn
 from data_pipeline.native import Array
-from data_pipeline.parse import parse
-from data_pipeline.reference import hashed_id, logarithm
-from data_pipeline.schema import Column, LogSchema
-from data_pipeline.shards import Encoder
+from data_pipeline.reference import hashed_id
 
 DTYPES = [np.dtype(np.uint32), np.dtype(np.uint64)]
 
@@ -62,21 +58,6 @@ def test_a_table_without_free_slots_is_searched_once(tmp_path: Path, pairs: list
     keys = np.array([[1, 2, 3]], np.uint32)
     ids, _ = encode_keys([IdSource(tmp_path / "C1.table", keys.dtype)], keys, np.zeros((1, 3), np.bool_))
     assert ids.tolist() == ([[7, 8, 0]] if pairs else [[0, 0, 0]])
-
-
-@settings(max_examples=50)
-@given(
-    values=st.lists(st.one_of(st.none(), st.integers(-9, 9), st.integers(-(1 << 31), (1 << 31) - 1)), min_size=1),
-    low=st.sampled_from([-(1 << 31), -3, 0, (1 << 31) - 1]),
-)
-def test_logarithms_equal_the_reference(values: list[int | None], low: int) -> None:
-    schema = LogSchema(columns=(Column(name="price", kind="integer"), Column(name="x", kind="ignore")), separator=",")
-    column = IntegerColumn(name="price", missing=0, offset=2 - low, min=low, max=None)
-    encoder = Encoder(schema=schema, integers=(column,), id_sources=(), num_embeddings=())
-    text = "".join(f"{'' if value is None else value},\n" for value in values).encode()
-    parsed = parse(np.frombuffer(text, np.uint8), schema)
-    expected = [0.0 if value is None else logarithm(value, low) for value in values]
-    np.testing.assert_allclose(encoder.numbers(parsed, slice(None))[0], np.array(expected, np.float32), rtol=1.2e-7)
 
 
 @pytest.mark.parametrize(
