@@ -243,26 +243,6 @@ def test_numbers_of_another_type() -> None:
     assert parsed.reasons == ((1, "7.0 is not of the type int64 of its column in the log's first lines"),)
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    lines=st.lists(
-        st.binary(max_size=40) | st.sampled_from([*FIRST.splitlines(), b'{"a": 1}', b'"', b'a,"b', b'a"b,"c']), max_size=8
-    )
-)
-def test_any_lines(lines: list[bytes]) -> None:
-    """Each line is a row or has a reason, and a line's row doesn't depend on the lines around it."""
-    schema = LogSchema(columns=(Column(name="a", kind="category"), Column(name="b", kind="category")), separator=",", format="csv")
-    lines = [line.replace(b"\n", b"") + b"\n" for line in lines]
-    for log_schema, layout in ((schema, ("a", "b")), (JSON, json_types(FIRST, JSON))):
-        whole = parse_text(b"".join(lines), log_schema, layout)
-        alone = [parse_text(line, log_schema, layout) for line in lines]
-        assert (
-            whole.keys.tolist()
-            == np.concatenate([np.empty((len(whole.keys), 0), np.uint64), *(one.keys for one in alone)], axis=1).tolist()
-        )
-        assert whole.reasons == tuple((number, one.reasons[0][1]) for number, one in enumerate(alone) if one.reasons)
-
-
 @pytest.mark.parametrize(("quoted", "form"), [(b"a", "csv"), (b'"a"', "csv"), (b"a", "text")])
 def test_a_byte_order_mark_is_not_a_part_of_the_first_value(quoted: bytes, form: str, tmp_path: Path) -> None:
     columns = (Column(name="c", kind="category"), Column(name="y", kind="label"))

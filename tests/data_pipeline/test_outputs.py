@@ -11,14 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from random_logs import make, random_rows, to_text
+from random_logs import random_rows, to_text
 
 from data_pipeline import atomic
 from data_pipeline.manifest import MANIFEST_NAME, read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.schema import read_schema
 from data_pipeline.transform import TransformOptions
-from data_pipeline.verify import verify
 from data_pipeline.work import work_folder
 
 WriteLog = Callable[..., Path]
@@ -132,14 +130,3 @@ def test_everything_is_synced_before_it_is_renamed(options: PreprocessOptions, m
     written = [work / path.relative_to(options.output) for path in (options.output, *options.output.rglob("*"))]
     assert {str(path) for path in written} - synced == set()
     assert str(options.output.parent) in synced
-
-
-def test_column_names_as_file_names(tmp_path: Path, write_log: WriteLog) -> None:
-    names = ("shop/town", ".hidden", "100%", "größe", "..")
-    (tmp_path / "shop.toml").write_text('separator = ","\n[columns]\n' + "".join(f'"{name}" = "category"\n' for name in names))
-    log = write_log(b"a,b,c,d,e\n" * 20)
-    manifest = make(log, tmp_path / "data", schema=read_schema(tmp_path / "shop.toml"))
-    verify(manifest, tmp_path / "data")
-    assert [column.name for column in manifest.categorical_columns] == list(names)
-    names = sorted(path.name for path in (tmp_path / "data/vocabulary").glob("*.parquet"))
-    assert names == sorted(["shop%2Ftown.parquet", "%2Ehidden.parquet", "100%25.parquet", "größe.parquet", "%2E..parquet"])

@@ -21,7 +21,6 @@ from comera_rec.nn import TTTable
 from comera_rec.serving.arguments import flattened, named_arguments, named_outputs
 from comera_rec.serving.package import ServingModel, read_metadata
 
-FORMS = ["portable", "fast"]
 OUTSIDE = """
 import sys
 import torch
@@ -128,8 +127,7 @@ class Weighted(nn.Module):
         }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_weights_several_batches_and_empty_rows(form: str, tmp_path: Path) -> None:
+def test_weights_several_batches_and_empty_rows(tmp_path: Path) -> None:
     model, keys = Weighted(), ["day", "item", "place", "user"]
 
     def arguments(rows: int, length: int) -> dict[str, Any]:
@@ -145,7 +143,7 @@ def test_weights_several_batches_and_empty_rows(form: str, tmp_path: Path) -> No
             "scale": 2.0,
         }  # fmt: skip
 
-    metadata = cr.export(model, arguments(3, 2), tmp_path / "model.pt2", form=form)
+    metadata = cr.export(model, arguments(3, 2), tmp_path / "model.pt2")
     parts = ("sparse.values", "sparse.lengths", "sparse.weights", "history.values", "history.lengths", "ids.0")
     assert metadata.names == list(parts)
     assert [output.name for output in metadata.outputs] == ["bags", "seen", "single.0", "single.1"]
