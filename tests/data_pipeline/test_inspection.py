@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import random_logs
 from click.testing import CliRunner
-from random_logs import make, random_rows, read
+from random_logs import make, read
 from test_formats import ROWS, as_csv
 
 from comera_rec.cli.data import inspect
 from data_pipeline.inspection import Entry, find_id, find_text, to_text
-from data_pipeline.manifest import Manifest
+from data_pipeline.manifest import Manifest, read_manifest
 from data_pipeline.schema import read_schema
 
 SCHEMA = """
@@ -36,19 +37,17 @@ def orders(tmp_path: Path) -> tuple[Manifest, Path]:
     return make(tmp_path / "log.csv", tmp_path / "data", schema=read_schema(tmp_path / "schema.toml")), tmp_path / "data"
 
 
-def test_hex_digits_both_ways(write_log: Callable[..., Path], tmp_path: Path) -> None:
-    log = random_rows(400)
-    manifest = make(write_log(log), tmp_path / "data")
-    train = read(tmp_path / "data", "train")
-    texts = pd.Series([int(row[16], 16) if row[16] else None for row in log[: len(train)]])
+def test_hex_digits_both_ways(made_data: Path) -> None:
+    manifest, train = read_manifest(made_data), read(made_data, "train")
+    texts = pd.Series([int(row[16], 16) if row[16] else None for row in random_logs.ROWS[: len(train)]])
     assert train["C3"].max() > 3
     for number in range(1, train["C3"].max() + 1):
-        entry = find_id(manifest, tmp_path / "data", "C3", number)
+        entry = find_id(manifest, made_data, "C3", number)
         assert entry.text is not None
         assert texts[train["C3"] == number].eq(int(entry.text, 16)).all()
         assert entry.count == (train["C3"] == number).sum()
-        assert find_text(manifest, tmp_path / "data", "C3", entry.text) == entry
-        assert find_text(manifest, tmp_path / "data", "C3", entry.text.upper().lstrip("0") or "0").id == number
+        assert find_text(manifest, made_data, "C3", entry.text) == entry
+        assert find_text(manifest, made_data, "C3", entry.text.upper().lstrip("0") or "0").id == number
 
 
 def test_texts_and_hashes(orders: tuple[Manifest, Path]) -> None:
