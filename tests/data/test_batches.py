@@ -229,8 +229,9 @@ class TestRows:
         assert order(1) == order(1)
         assert order(1) != order(2)
         assert order(1)[:100] != order(1)[100:]
-        groups = np.array(order(1)[:100]) // 8  # rows are mixed within buffers, row groups across the split
+        groups, later = np.array(order(1)).reshape(2, 100) // 8  # rows are mixed within buffers, row groups across the split
         assert len(set(groups[:30])) > 3
+        assert set(groups[:30]) != set(later[:30])
         assert abs(np.corrcoef(np.arange(100), groups)[0, 1]) < 0.6
 
     def test_each_iteration_starts_over(self, data: Path) -> None:

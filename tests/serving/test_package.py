@@ -33,28 +33,19 @@ def trained_scores(run: Path, request: Request) -> Tensor:
         return model(dense, KeyedJaggedTensor(list(schema.sparse), values, lengths=lengths)).squeeze(1).sigmoid()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 200])
 @pytest.mark.parametrize("form", FORMS)
-def test_scores_are_the_trainers(
-    form: str, rows: int, trained: Path, package: Callable, request_of: Callable[[int], Request]
-) -> None:
-    request = request_of(rows)
-    (scores,) = ServingModel(package(form))(*request)
-    torch.testing.assert_close(scores, trained_scores(trained, request), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_ragged_and_empty_bags(form: str, trained: Path, package: Callable, request_of: Callable) -> None:
-    model, dense = ServingModel(package(form)), request_of(3)[0]
-    features = 26
+def test_scores_are_the_trainers(form: str, trained: Path, package: Callable, request_of: Callable[[int], Request]) -> None:
+    """Also those of ragged and empty bags, of no rows, and of tensors with other strides and types."""
+    model, dense, features = ServingModel(package(form)), request_of(3)[0], 26
+    requests = [request_of(rows) for rows in (1, 2, 3, 200)]
     for lengths in (torch.zeros(features * 3), torch.arange(features * 3) % 4, torch.arange(features * 3) == 5):
-        request = dense, torch.arange(int(lengths.sum())) % 3, lengths.long()
+        requests.append((dense, torch.arange(int(lengths.sum())) % 3, lengths.long()))
+    for request in requests:
         torch.testing.assert_close(model(*request)[0], trained_scores(trained, request), rtol=0, atol=1e-5)
     assert model(dense[:0], torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))[0].shape == (0,)
-    request = request_of(2)
-    across = request[0].mT.contiguous().mT
-    assert torch.equal(model(*request)[0], model(across, *request[1:])[0]), "strides of the input"
-    assert torch.equal(model(*request)[0], model(request[0], request[1], request[2].int())[0])
+    dense, values, lengths = requests[1]
+    for other in ((dense.mT.contiguous().mT, values, lengths), (dense, values, lengths.int())):
+        assert torch.equal(model(*other)[0], model(*requests[1])[0])
 
 
 @pytest.mark.parametrize("form", FORMS)
