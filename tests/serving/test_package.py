@@ -58,8 +58,8 @@ def test_few_bits_lose_little(form: str, trained: Path, request_of: Callable) ->
         served, _ = serving_copy(model, arguments, form, "int8")
         scores, expected = (each(**arguments).sigmoid() for each in (served, model))
     difference = (scores - expected).abs()
-    assert 0 < difference.mean() < 1e-3
-    assert difference.max() < 1e-2
+    assert 0 < difference.mean() < 4e-4, "rounding down would double it"
+    assert difference.max() < 1e-3
 
 
 def flipped(path: Path, folder: Path, positions: Sequence[int], bits: int = 0xFF) -> Path:
