@@ -172,7 +172,9 @@ def ranked(
             block["key"], block["count"] = keys[is_frequent], counts[is_frequent]
             file.write(block.view(np.uint8).data)  # ndarray.tofile ignores a full disk
     if len(frequent) >= _MOST_IDS:
-        raise UserError(f"{name} has {len(frequent)} values with at least {min_count} rows; raise `min_count` {name}={min_count + 1}")
+        raise UserError(
+            f"{name} has {len(frequent)} values with at least {min_count} rows; raise `min_count` {name}={min_count + 1}"
+        )
     ordered = allocate(by_id.path, dtype, (len(frequent),))
     for ids, block in zip(_ids_by_count(frequent), frequent.blocks(), strict=True):
         ordered[ids - 1] = block

@@ -132,10 +132,6 @@ class Bert4Rec(Program):
         padded = rows["item"].to_padded_dense(4) + rows["place"].to_padded_dense(4)
         return self.over(self.block(padded).mean(dim=1)).squeeze(1)
 
-    @classmethod
-    def model(cls, device: str) -> nn.Module:
-        return cr.compress_(cls(device), tables=CONFIG)
-
     @staticmethod
     def dense_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=0.01)

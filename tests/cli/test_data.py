@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -36,16 +35,6 @@ def test_the_demo_replaces_only_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "left over").write_text("")
     subprocess.run(demo, cwd=Path(__file__).parents[2], capture_output=True)
     assert [path.name for path in tmp_path.iterdir()] == [".demo"]
-
-
-def test_synth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("synth", "--rows", 200, "--output", tmp_path / "log.txt", "--seed", 7) == 0
-    output = capsys.readouterr().out
-    truth = json.loads((tmp_path / "log.truth.json").read_text())
-    assert truth["seed"] == 7
-    assert f"best reachable on all rows: AUC {truth['best_auc']:.4f}" in output
-    assert f"best reachable on last tenth: AUC {truth['last_tenth']['best_auc']:.4f}" in output
-    assert len((tmp_path / "log.txt").read_text().splitlines()) == 200
 
 
 def test_several_inputs_keep_their_order(log: Path, tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
-"""Fixture that writes a log to a file, for all tests of the pipeline."""
+"""Fixtures for all tests of the pipeline: a log in a file, and a data set made of one."""
 
 from __future__ import annotations
 
 import gzip
 import multiprocessing
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from random_logs import Rows, to_text
+from random_logs import ROWS, Rows, make, to_text
 
 # Processes then start in milliseconds, so that kills hit runs and not imports.
 multiprocessing.get_context("forkserver").set_forkserver_preload(["data_pipeline.preprocess", "pandas", "pytest"])
@@ -25,3 +26,18 @@ def write_log(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def made_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of several shards, made of `ROWS`; its files must stay as they are."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "log.tsv").write_bytes(to_text(ROWS))
+    make(folder / "log.tsv", folder / "data", part_bytes=10_000)
+    return folder / "data"
+
+
+@pytest.fixture
+def data(made_data: Path, tmp_path: Path) -> Path:
+    """A copy of the data set made of `ROWS`."""
+    return shutil.copytree(made_data, tmp_path / "data")

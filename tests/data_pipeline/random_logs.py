@@ -30,6 +30,9 @@ def random_rows(count: int, *, labeled: bool = True, seed: int = 0) -> Rows:
     ]
 
 
+ROWS = random_rows(400)
+
+
 def to_text(rows: Rows, newline: str = "\n") -> bytes:
     return "".join("\t".join(row) + newline for row in rows).encode()
 

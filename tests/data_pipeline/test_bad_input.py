@@ -65,18 +65,19 @@ def test_content(tmp_path: Path, write_log: WriteLog, content: bytes, message: s
     assert not (tmp_path / "data").exists()
 
 
-def test_a_pipe_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pipe", r"`input` .*pipe is a pipe or a device, and logs are read twice; write it to a file"),
+        ("nowhere.tsv", r"`input` .*nowhere.tsv does not exist"),
+        (".", "is a folder; name the files in it"),
+    ],
+)
+def test_what_is_no_file(tmp_path: Path, name: str, message: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match=r"`input` .*pipe is a pipe or a device, and logs are read twice; write it to a file"):
-        make(tmp_path / "pipe", tmp_path / "data")
-
-
-def test_missing_and_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"`input` .*nowhere.tsv does not exist"):
-        make(tmp_path / "nowhere.tsv", tmp_path / "data")
-    with pytest.raises(ValueError, match=r"is a folder; name the files in it"):
-        make(tmp_path, tmp_path / "data")
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path / name, tmp_path / "data")
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_malformed_lines_up_to_a_limit(tmp_path: Path, write_log: WriteLog) -> None:

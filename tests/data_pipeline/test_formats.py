@@ -103,6 +103,7 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
         "quoted.csv.bz2": (bz2.compress(as_csv(ROWS)), by_name),
         "quoted.csv.xz": (lzma.compress(as_csv(ROWS)), by_name),
         "frames.csv.zst": (frames, by_name),
+        "members": (gzip.compress(first) + gzip.compress(second), by_name),
         "tabs.tsv": (
             "\n".join("\t".join(cells) for cells in [NAMES, *map(texts, ROWS)]).encode(),
             schema('separator = "\\t"\nheader = true'),

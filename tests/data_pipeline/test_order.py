@@ -13,9 +13,9 @@ import pytest
 from consistency import verify
 from hypothesis import given
 from hypothesis import strategies as st
+from random_logs import read
 
 from data_pipeline.cooccurrence import cooccurrence_vectors
-from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
 from data_pipeline.similarity import band_of, similarity_order
@@ -58,25 +58,18 @@ def vocabulary(data: Path, column: str) -> list[int]:
     return pq.read_table(data / f"vocabulary/{column}.parquet").column("value").to_pylist()
 
 
-def ids_and_counts(rows: list[list[int]], data: Path, column: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of a column in all rows, in their order, and counts of ids from 1 on."""
-    name = ("label", "user", "item")[column]
-    shards = [data / shard.path for split in read_manifest(data).splits.values() for shard in split.shards]
-    ids = np.concatenate([pq.read_table(shard).column(name).to_numpy() for shard in shards])
-    return ids, pq.read_table(data / f"vocabulary/{name}.parquet").column("count").to_numpy()
-
-
 def test_neighbors_belong_to_one_group(options: Callable[..., PreprocessOptions]) -> None:
     rows = grouped_rows(20_000)
     manifest = preprocess(options(rows, "similar"))
     assert [column.order for column in manifest.categorical_columns] == ["similarity"] * 2
     counts = np.sort(np.bincount([user for _, user, _ in rows[:16_000]]))[::-1]  # of the training rows
     assert manifest.categorical_columns[0].head == pytest.approx(counts[: VALUES // 20].sum() / 16_000)
-    verify(manifest, options(rows, "similar").output)
-    for column in (1, 2):
-        ids, counts = ids_and_counts(rows, options(rows, "similar").output, column)
+    data = options(rows, "similar").output
+    verify(manifest, data)
+    for column, name in enumerate(("user", "item"), start=1):
+        counts = pq.read_table(data / f"vocabulary/{name}.parquet").column("count").to_numpy()
         group_of = np.empty(VALUES + 1, int)
-        group_of[ids] = np.array(rows)[:, column] % GROUPS
+        group_of[read(data)[name]] = np.array(rows)[:, column] % GROUPS
         bands = band_of(np.arange(VALUES))
         together = [group_of[1:][bands == band] for band in range(2)]
         assert np.mean([np.mean(band[1:] == band[:-1]) for band in together]) > 0.85

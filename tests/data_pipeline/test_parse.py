@@ -1,18 +1,21 @@
-"""The fast parser agrees with the obvious one, cell by cell, on well-formed and adversarial lines."""
+"""The fast parser, and the compiled loops for ids, agree with the obvious ones, on well-formed and adversarial input."""
 
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import parts
+from data_pipeline import hashing, native, parts
+from data_pipeline.hashing import IdSource, encode_keys, open_tables, write_table
+from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed, parse
-from data_pipeline.reference import Cell, Malformed, parse_line
+from data_pipeline.reference import Cell, Malformed, hashed_id, parse_line
 from data_pipeline.schema import Column, LogSchema, criteo_schema, detect_criteo_schema
 from data_pipeline.tables import text_blocks
 
@@ -32,6 +35,7 @@ OTHER = LogSchema(
 )
 ONE_COLUMN = LogSchema(columns=(Column(name="tags", kind="list"),))
 GOOD = b"\t".join([b"1"] + [b""] * 39)
+DTYPES = [np.dtype(np.uint32), np.dtype(np.uint64)]
 
 
 def cells_of(parsed: Parsed, schema: LogSchema, row: int) -> list[Cell]:
@@ -94,23 +98,6 @@ NUMBERS = st.one_of(
 JUNK = st.text("01xX -+.,|\t\"'\r\\é\0", max_size=4)
 
 
-@settings(max_examples=300)
-@given(position=st.sampled_from([0, 1, 13, 14, 39]), cell=st.one_of(NUMBERS, JUNK))
-@example(position=1, cell="0x10")
-@example(position=1, cell="-")
-@example(position=1, cell="-0000000000002")
-@example(position=1, cell="9" * 40)
-@example(position=14, cell="123456789")
-@example(position=0, cell="01")
-@example(position=39, cell="\r")
-@example(position=39, cell="1\r")
-@example(position=38, cell="\r")
-def test_cell_of_criteo(position: int, cell: str) -> None:
-    cells = GOOD.split(b"\t")
-    cells[position] = cell.encode()
-    assert_equals_reference(GOOD + b"\n" + b"\t".join(cells) + b"\n" + GOOD + b"\r\n", CRITEO)
-
-
 CELLS = st.one_of(NUMBERS, JUNK, st.sampled_from(["a|b", "|", "a|", "|a", "a||b", "x y", "", "0", "1", "é|ü"]))
 
 
@@ -139,10 +126,14 @@ def test_every_byte_at_every_position(kind: str) -> None:
     """Cells of 1 to 9 bytes, which are read eight bytes at a time, in alternating good and malformed lines."""
     digits = b"-1234567" if kind == "integer" else b"1.000000" if kind == "label" else b"0aF9Af12"
     cells = [digits[:size] for size in range(9)] + [digits[:4] + digits]
+    odd = [b"0x10", b"-", b"-0000000000002", b"9" * 40, b"123456789", b"01", b"1\r", *digits.split(b"4")]
     places = [(cell, place) for cell in cells for place in range(len(cell))]
     changed = [cell[:place] + bytes([byte]) + cell[place + 1 :] for cell, place in places for byte in range(256)]
     schema = LogSchema(columns=(Column(name="cell", kind=kind), Column(name="site", kind="category")))
-    assert_equals_reference(b"".join(cell + b"\tx\n" for cell in cells + changed), schema)
+    for end in (b"\tx\n", b"\tx\r\n"):
+        assert_equals_reference(b"".join(cell + end for cell in cells + odd + changed), schema)
+    last = replace(schema, columns=schema.columns[::-1])
+    assert_equals_reference(b"".join(b"x\t" + cell + b"\n" for cell in cells + odd), last)
 
 
 def test_text_without_an_end_is_refused() -> None:
@@ -169,3 +160,66 @@ def test_a_part_alone_is_read_without_the_others(tmp_path: Path, monkeypatch: py
     [part] = parts.read_parts(0, log, part_bytes=160, skip=(50).__ne__)
     assert (part.start, part.content) == (8000, log.read_bytes()[8000:8160])
     assert len(positions) <= 4
+
+
+@settings(max_examples=100)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), buckets=st.integers(2, 1 << 31), room=st.sampled_from([None, 0, 1 << 20]))
+def test_ids_equal_the_reference(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: np.dtype, buckets: int, room: int | None
+) -> None:
+    """Ids by table, in memory or not, and by hash, for rows in the middle of an array."""
+    key = st.one_of(st.integers(0, 9), st.integers(0, 2 ** (8 * dtype.itemsize) - 1))
+    values = data.draw(st.lists(key, unique=True, max_size=20))
+    path = tmp_path_factory.mktemp("table") / "C1.table"
+    write_table(path, lambda: [np.array(values[:5], dtype), np.array(values[5:], dtype)], len(values), dtype)
+    ids = {value: number for number, value in enumerate(values, start=1)}
+    asked = data.draw(st.lists(st.tuples(key, st.booleans()), max_size=30))
+    keys = np.array([[value for value, _ in asked] + [7]] * 2, dtype)[:, :-1]
+    missing = np.array([[gone for _, gone in asked] + [True]] * 2, np.bool_)[:, :-1]
+    (table,) = open_tables([path], dtype, room=room)
+    got, zeros = encode_keys([table, IdSource(buckets=buckets)], keys, missing)
+    by_table = [0 if gone else ids.get(value, 0) for value, gone in asked]
+    by_hash = [0 if gone else hashed_id(value, buckets) for value, gone in asked]
+    assert got.tolist() == [by_table, by_hash]
+    assert zeros.tolist() == [by_table.count(0), by_hash.count(0)]
+
+
+def test_large_tables_are_written_range_by_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "_RANGE_BYTES", 1 << 14)
+    keys = np.random.default_rng(0).choice(1 << 32, 20_000, replace=False).astype(np.uint32)
+    write_table(tmp_path / "C1.table", lambda: np.split(keys, 4), len(keys), keys.dtype)
+    wanted = np.arange(1, len(keys) + 1)
+    for room in (None, 1, 1 << 16):
+        for order in (np.arange(len(keys)), np.random.default_rng(1).permutation(len(keys))):
+            table = IdSource(tmp_path / "C1.table", keys.dtype, room)
+            ids, _ = encode_keys([table], keys[order][None], np.zeros((1, len(keys)), np.bool_))
+            assert np.array_equal(ids[0], wanted[order])
+
+
+@pytest.mark.parametrize("pairs", [[], [[1, 7], [2, 8]]])
+def test_a_table_without_free_slots_is_searched_once(tmp_path: Path, pairs: list[list[int]]) -> None:
+    """A search must end even in a table from an untrusted file."""
+    np.array(pairs, np.uint32).tofile(tmp_path / "C1.table")
+    keys = np.array([[1, 2, 3]], np.uint32)
+    ids, _ = encode_keys([IdSource(tmp_path / "C1.table", keys.dtype)], keys, np.zeros((1, 3), np.bool_))
+    assert ids.tolist() == ([[7, 8, 0]] if pairs else [[0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("keys", "missing"),
+    [
+        (np.zeros((1, 4), np.uint32), np.zeros((1, 3), np.bool_)),
+        (np.zeros((1, 4), np.uint32), np.zeros((2, 4), np.bool_)),
+        (np.zeros((2, 4), np.uint32), np.zeros((2, 4), np.bool_)),
+    ],
+)
+def test_arrays_of_other_sizes_are_refused(keys: np.ndarray, missing: np.ndarray) -> None:
+    with pytest.raises(RuntimeError, match="encode_keys_u32: the sizes of the arrays don't fit each other"):
+        encode_keys([IdSource(buckets=5)], keys, missing)
+
+
+@pytest.mark.parametrize("offsets", [[0, 1 << 40, 5], [0, 3, 2], [-1, 0, 5], [0, 3, 6], [0, 5]])
+def test_texts_beyond_their_bytes_are_refused(offsets: list[int]) -> None:
+    arrays = (np.zeros(5, np.uint8), np.array(offsets, np.int64), np.zeros(2, np.uint64), np.zeros(2, np.bool_))
+    with pytest.raises(RuntimeError, match="hash_texts: the sizes of the arrays don't fit each other"):
+        native.hash_texts(*(Array(array, array.dtype) for array in arrays))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_logs import files_of, make, random_rows, to_text
+from random_logs import make, random_rows, to_text
 
 from data_pipeline import count_pass, job, parts
 from data_pipeline.manifest import read_manifest
@@ -20,28 +19,6 @@ from data_pipeline.splits import SplitKind
 from data_pipeline.tables import text_blocks
 
 WriteLog = Callable[..., Path]
-
-
-def test_same_data_set_however_the_text_arrives(tmp_path: Path, write_log: WriteLog) -> None:
-    """Plain, gzipped, in gzip members, repeated, by one or more threads: files are identical except for the logs' sizes."""
-    rows = random_rows(600)
-    members = gzip.compress(to_text(rows[:100])) + gzip.compress(to_text(rows[100:]))
-    arrivals = {
-        "plain": (write_log(rows), 2),
-        "again": (write_log(rows), 2),
-        "alone": (write_log(rows), 1),
-        "gzip": (write_log(rows, "log.gz"), 2),
-        "members": (write_log(members, "day_0"), 3),
-    }
-    results = {}
-    for name, (log, workers) in arrivals.items():
-        output = tmp_path / name
-        make(log, output, part_bytes=20_000, workers=workers)
-        results[name] = {path: content for path, content in files_of(output).items() if path != "manifest.json"}
-    assert (tmp_path / "plain/manifest.json").read_bytes() == (tmp_path / "alone/manifest.json").read_bytes()
-    first = results["plain"]
-    assert len(first) > 26 + 3, "several shards per split"
-    assert all(files == first for files in results.values())
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -94,9 +71,6 @@ def test_manifest_accounts_for_everything(tmp_path: Path, write_log: WriteLog) -
     assert manifest.label.split_means == pytest.approx(
         {"train": labels[:800].mean(), "val": labels[800:900].mean(), "test": labels[900:].mean()}
     )
-    for position, column in enumerate(manifest.integer_columns, start=1):
-        train = [int(row[position]) for row in rows[:800] if row[position]]
-        assert (column.name, column.min, column.max, column.offset) == (f"I{position}", min(train), max(train), 2 - min(train))
     for position, categorical in enumerate(manifest.categorical_columns, start=14):
         assert categorical.distinct == len({int(row[position], 16) for row in rows if row[position]})
 
@@ -105,14 +79,14 @@ def test_manifest_accounts_for_everything(tmp_path: Path, write_log: WriteLog) -
 def test_blocks_and_room_do_not_change_the_data_set(
     tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch, split: SplitKind
 ) -> None:
-    """Many blocks per part, runs written before a part ends, and vocabularies freed while they are read."""
+    """Many blocks per part, several threads, runs written before a part ends, and vocabularies freed while they are read."""
     rows = random_rows(300)
     options = {"inputs": (write_log(to_text(rows[:200]) + b"bad\n" + to_text(rows[200:])),), "split": split, "max_bad_rows": 1}
-    expected = preprocess(PreprocessOptions(output=tmp_path / "at once", part_bytes=20_000, **options))
+    expected = preprocess(PreprocessOptions(output=tmp_path / "at once", part_bytes=20_000, workers=1, **options))
     monkeypatch.setattr(job, "text_blocks", partial(text_blocks, block_bytes=3000))
     monkeypatch.setattr(count_pass, "_COUNTER_BYTES", 2000)
     monkeypatch.setattr(PreprocessOptions, "table_bytes", 4000)
-    assert preprocess(PreprocessOptions(output=tmp_path / "data", part_bytes=20_000, **options)) == expected
+    assert preprocess(PreprocessOptions(output=tmp_path / "data", part_bytes=20_000, workers=3, **options)) == expected
 
 
 def test_one_row_is_a_training_row(tmp_path: Path, write_log: WriteLog) -> None:

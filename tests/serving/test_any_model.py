@@ -21,7 +21,6 @@ from comera_rec.nn import TTTable
 from comera_rec.serving.arguments import flattened, named_arguments, named_outputs
 from comera_rec.serving.package import ServingModel, read_metadata
 
-FORMS = ["portable", "fast"]
 OUTSIDE = """
 import sys
 import torch
@@ -80,22 +79,24 @@ def requests_of(together: Together, step: int, processes: int) -> dict[str, Any]
     }
 
 
+def answers_outside(package: Path, requests: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:
+    """What a package gives in a process without this library."""
+    asked, answers = (package.with_suffix(f".{name}") for name in ("requests", "answers"))
+    torch.save(requests, asked)
+    command = [sys.executable, "-c", OUTSIDE, str(package), str(asked), str(answers)]
+    subprocess.run(command, check=True, cwd=package.parent)
+    return torch.load(answers)
+
+
 # Other tests compile the models that are missing here, or others like them.
-@pytest.mark.parametrize(
-    ("form", "programs"),
-    [("portable", ("multi-task",)), ("fast", ("two tower", "bert4rec", "managed"))],
-)
-def test_programs_score_the_same_outside(form: str, programs: tuple[str, ...], tmp_path: Path) -> None:
-    together, package = Together(programs).train(), tmp_path / f"{form}.pt2"
-    cr.export(together, (requests_of(together, 0, 1),), package, form=form)
+def test_programs_score_the_same_outside(tmp_path: Path) -> None:
+    together, package = Together(("two tower", "bert4rec", "managed", "multi-task")).train(), tmp_path / "fast.pt2"
+    cr.export(together, (requests_of(together, 0, 1),), package, form="fast")
     assert all(module.training for module in together.models.values())
     others = [requests_of(together, 9, count) for count in (1, 3)]
     expected = [scored(together, {"arguments": arguments}) for arguments in others]
-    torch.save([flattened(arguments) for arguments in others], tmp_path / "requests")
-    command = [sys.executable, "-c", OUTSIDE, str(package), str(tmp_path / "requests"), str(tmp_path / "answers")]
-    subprocess.run(command, check=True, cwd=tmp_path)
     names = [output.name for output in read_metadata(package).outputs]
-    for actual, wanted in zip(torch.load(tmp_path / "answers"), expected, strict=True):
+    for actual, wanted in zip(answers_outside(package, [*map(flattened, others)]), expected, strict=True):
         for name, one, other in zip(names, actual, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
     actual = ServingModel(package)(*flattened(others[1]))
@@ -128,8 +129,7 @@ class Weighted(nn.Module):
         }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_weights_several_batches_and_empty_rows(form: str, tmp_path: Path) -> None:
+def test_weights_several_batches_and_empty_rows(tmp_path: Path) -> None:
     model, keys = Weighted(), ["day", "item", "place", "user"]
 
     def arguments(rows: int, length: int) -> dict[str, Any]:
@@ -145,21 +145,17 @@ def test_weights_several_batches_and_empty_rows(form: str, tmp_path: Path) -> No
             "scale": 2.0,
         }  # fmt: skip
 
-    metadata = cr.export(model, arguments(3, 2), tmp_path / "model.pt2", form=form)
+    metadata = cr.export(model, arguments(3, 2), tmp_path / "model.pt2")
     parts = ("sparse.values", "sparse.lengths", "sparse.weights", "history.values", "history.lengths", "ids.0")
     assert metadata.names == list(parts)
     assert [output.name for output in metadata.outputs] == ["bags", "seen", "single.0", "single.1"]
     assert metadata.inputs[0].keys == {"day": 7, "item": None, "place": 70, "user": 120}
-    package = ServingModel(tmp_path / "model.pt2")
-    for rows, length in ((4, 1), (1, 0), (1, 1), (2, 1), (5, 3)):
-        given = arguments(rows, length)
-        torch.testing.assert_close(list(package(*flattened(given))), scored(model, given), rtol=1e-5, atol=1e-5)
-
-
-def test_a_model_without_our_tables(tmp_path: Path) -> None:
-    linear = nn.Linear(3, 2)
-    assert cr.export(linear, torch.rand(2, 3), tmp_path / "dense.pt2") == read_metadata(tmp_path / "dense.pt2")
-    torch.testing.assert_close(ServingModel(tmp_path / "dense.pt2")(torch.ones(5, 3))[0], linear(torch.ones(5, 3)))
+    others = [arguments(*sizes) for sizes in ((4, 1), (1, 0), (1, 1), (2, 1), (5, 3))]
+    package, outside = ServingModel(tmp_path / "model.pt2"), answers_outside(tmp_path / "model.pt2", [*map(flattened, others)])
+    for given, answer in zip(others, outside, strict=True):
+        expected = scored(model, given)
+        torch.testing.assert_close(list(package(*flattened(given))), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(list(answer), expected, rtol=1e-5, atol=1e-5)
 
 
 class Broken(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,6 @@ from data_pipeline.manifest import read_manifest
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
 from data_pipeline.transform import TransformOptions, transform
-
-
-@pytest.fixture
-def model(package: Callable[[str], Path]) -> Path:
-    return package("portable")
-
-
-@pytest.fixture(scope="session")
-def data(trained: Path) -> Path:
-    return trained.parent / "data"
 
 
 def options(model: Path, scored: Path, output: Path, **others: Any) -> ScoreOptions:

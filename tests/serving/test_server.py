@@ -21,10 +21,8 @@ import numpy as np
 import pytest
 import torch
 import uvloop
-from click.testing import CliRunner
-from soak import bad_requests, good_rows, soak
+from test_load import error_of, good_rows, refuse_mistakes
 
-from comera_rec.cli.serve import serve as serve_command
 from comera_rec.serving import connections
 from comera_rec.serving.batching import merge
 from comera_rec.serving.connections import listen
@@ -57,21 +55,6 @@ def listening(server: Server) -> Iterator[tuple[Callable[[], None], tuple[str, i
 def served(options: ServeOptions) -> Iterator[httpx.Client]:
     with listening(Server(options)) as (_, (host, port)), httpx.Client(base_url=f"http://{host}:{port}", timeout=60) as client:
         yield client
-
-
-def error_of(answer: httpx.Response) -> str:
-    (error,) = answer.json().values()
-    return error
-
-
-@pytest.fixture(scope="session")
-def data(trained: Path) -> Path:
-    return trained.parent / "data"
-
-
-@pytest.fixture(scope="session")
-def model(package: Callable[[str], Path]) -> Path:
-    return package("portable")
 
 
 @pytest.fixture(scope="session")
@@ -173,13 +156,7 @@ def test_raw_rows(client: httpx.Client, model: Path, data: Path) -> None:
 
 
 def test_every_mistake_is_one_line(client: httpx.Client, data: Path) -> None:
-    good, _ = good_rows(data)
-    for method, path, body in bad_requests("model", good):
-        if len(body or b"") < 1 << 20:
-            answer = client.request(method, path, content=body)
-            assert 400 <= answer.status_code < 500, f"{method} {path} {(body or b'')[:60]!r}: {answer} {answer.content}"
-            assert error_of(answer)
-            assert "\n" not in error_of(answer)
+    refuse_mistakes(client, good_rows(data)[0])
 
 
 def test_metrics(client: httpx.Client) -> None:
@@ -363,11 +340,6 @@ def test_port_in_use(model: Path) -> None:
             ValueError, match=rf"can't listen on 127.0.0.1:{port} \(Address already in use\): choose another --port"
         ):
             serve(ServeOptions(model=model, port=port))
-    for option, value, least in (("--port", 70000, "0<=x<=65535"), ("--max-rows", 0, "x>=1"), ("--reload-seconds", 0, "x>=0.01")):
-        refused = CliRunner().invoke(serve_command, ["--model", "m.pt2", option, str(value)])
-        assert refused.exit_code == 2
-        assert f"Invalid value for '{option}': {value}" in refused.output
-        assert f"is not in the range {least}" in refused.output
 
 
 def test_merged_requests() -> None:
@@ -384,12 +356,3 @@ def test_merged_requests() -> None:
     assert values.tolist() == [1, 2, 3, 1, 2, 3, 10, 4, 5, 10]
     assert lengths.tolist() == [2, 1, 0, 2, 1, 0, 1, 2, 0, 1]
     assert weights.tolist() == [value / 10 for value in values.tolist()]
-
-
-def test_load_with_new_versions(package: Callable[[str], Path], data: Path) -> None:
-    outcome = soak(package("portable"), package("fast"), data, seconds=4, swaps=3)
-    assert outcome.wrong == []
-    assert len(outcome.versions) == 2
-    assert outcome.answered > 20
-    assert outcome.refused > 20
-    assert outcome.growth_mib < 60, json.dumps(outcome.versions)

@@ -105,16 +105,18 @@ def test_every_architecture_is_served(
             torch.testing.assert_close(served(**arguments), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
-def test_lookups_of_any_order_and_dimension(form: str, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     """A feature of two tables, one that isn't looked up, and tables of two dimensions, in another order than the batch's keys."""
     limits = {"a": 50, "unused": 10**6, "b": 40, "c": 30}
     tables = {"wide": (8, ["c", "a"]), "narrow": (4, ["b", "a"]), "small": (8, ["b"])}
     sizes = {name: {"name": name, "embedding_dim": dim, "feature_names": used} for name, (dim, used) in tables.items()}
-    bags = EmbeddingBagCollection([EmbeddingBagConfig(num_embeddings=50, **each) for each in sizes.values()])
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(num_embeddings=50, **each) for each in sizes.values()], is_weighted)
+    bags = cr.compress_(bags, tables=cr.TableCompression(tt_ranks=2, min_rows=0)) if is_weighted else bags
     rows = EmbeddingCollection([EmbeddingConfig(num_embeddings=50, **each) for each in sizes.values() if each["name"] != "narrow"])
-    batch = random_jagged(limits, 6)
+    batch = random_jagged(limits, 6, weighted=is_weighted)
     served, _ = serving_copy(bags, {"features": batch}, form, "float32")
     torch.testing.assert_close(served(batch).to_dict(), bags(batch).to_dict())
     served, _ = serving_copy(rows, {"features": batch}, form, "float32")

@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent, the newest are kept, and damage is named."""
+"""Checkpoints are complete or absent, the newest are kept, damage is named, and those from elsewhere run no code."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pickle
 import resource
 import shutil
 import signal
+import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from comera_rec.testing import run as run_processes
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
@@ -166,19 +168,71 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # about having only one process
+def crafted(folder: Path, state: dict[str, Any], change: Callable[[Any], Any]) -> Path:
+    """Write a checkpoint whose description of tensors was changed; its checksums fit."""
+    with warnings.catch_warnings(action="ignore"):  # about having only one process
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    content = pickle.dumps(change(metadata) or metadata)
+    (folder / ".metadata").write_bytes(content)
+    record = {"format": FORMAT, "record": {}, "record_checksum": zlib.crc32(b"{}"), "checksums": {".metadata": zlib.crc32(content)}}
+    (folder / "record.json").write_text(json.dumps(record))
+    return folder
+
+
 @pytest.mark.parametrize("is_tensor", [False, True])
 def test_a_checkpoint_from_elsewhere_runs_no_code(is_tensor: bool, tmp_path: Path) -> None:
-    folder, made = tmp_path / "step_00000001", tmp_path / "made"
-    dcp.save({"weight": Touch(made) if is_tensor else torch.ones(2)}, checkpoint_id=folder, no_dist=True)
-    if not is_tensor:
-        (folder / ".metadata").write_bytes(pickle.dumps(Touch(made)))
-    checksums = {".metadata": zlib.crc32((folder / ".metadata").read_bytes())}
-    record = {"format": FORMAT, "record": {}, "record_checksum": zlib.crc32(b"{}"), "checksums": checksums}
-    (folder / "record.json").write_text(json.dumps(record))
+    made = tmp_path / "made"
+    state = {"weight": Touch(made) if is_tensor else torch.ones(2)}
+    folder = crafted(tmp_path / "step_00000001", state, lambda metadata: None if is_tensor else Touch(made))
     with pytest.raises(ValueError, match=r"cannot be loaded \(its \.metadata names .*, which describes no tensor\)"):
         open_checkpoint(folder)
     assert not made.exists()
+
+
+def place(metadata: Metadata, **values: object) -> None:
+    (info,) = metadata.storage_data.values()
+    vars(info).update(values)
+
+
+def describe(metadata: Metadata, size: list[int], chunk: list[int] | None = None) -> None:
+    entry = metadata.state_dict_metadata["weight"]
+    entry.size = torch.Size(size)
+    if chunk:
+        entry.chunks[0].sizes = torch.Size(chunk)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda metadata: place(metadata, relative_path="../secret"), r"it names \.\./secret, which is not in its folder"),
+        (lambda metadata: place(metadata, relative_path="/etc/hostname"), "it names /etc/hostname, which is not in its folder"),
+        (lambda metadata: place(metadata, relative_path=".."), r"it names \.\., which is not in its folder"),
+        (lambda metadata: place(metadata, offset=-1), "bytes that __0_0.distcp lacks"),
+        (lambda metadata: place(metadata, length=2**62), f"names {2**62} bytes that __0_0.distcp lacks"),
+        (lambda metadata: place(metadata, length="2"), "not supported between|unsupported operand|can only concatenate"),
+        (lambda metadata: describe(metadata, [2**62, 4]), "don't hold"),
+        (lambda metadata: describe(metadata, [2**62, 4], [2**62, 4]), "don't hold"),
+        (lambda metadata: describe(metadata, [3, 2]), "don't hold"),
+        (lambda metadata: describe(metadata, [-2, -3], [-2, -3]), "don't hold"),
+        (lambda metadata: describe(metadata, [6]), r"is (longer|shorter) than"),
+        (lambda metadata: setattr(metadata, "storage_data", None), "no attribute"),
+    ],
+)
+def test_a_crafted_description_is_refused_in_one_line(change: Callable[[Metadata], object], message: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    folder = crafted(tmp_path / "step_00000001", {"weight": torch.ones(2, 3)}, change)
+    with pytest.raises(ValueError, match=message) as raised:
+        open_checkpoint(folder)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_damaged_tensor_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = crafted(
+        tmp_path / "step_00000001", {"weight": torch.ones(2, 3)}, lambda metadata: place(metadata, offset=8, length=100)
+    )
+    with pytest.raises(ValueError, match=r"step_00000001 cannot be loaded \(.+\): remove it"):
+        open_checkpoint(folder).read(["weight"])
 
 
 WEIGHTS = {"model/weight": torch.ones(3)}

@@ -126,23 +126,22 @@ def test_no_checkpoint_is_the_best_while_ranks_shrink(config_file: Path) -> None
     assert min(measured, key=lambda step: measured[step]) < 8
 
 
-def test_a_teachers_predictions_take_the_place_of_labels(config_file: Path, tmp_path: Path) -> None:
-    run(config_file, *DENSE, "training.steps=4", f"output={tmp_path / 'teacher'}")
-    settings = [*DENSE, f"output={tmp_path / 'student'}", f"training.teacher={tmp_path / 'teacher'}"]
-    student = Trainer(load_config(config_file, settings), load_run(tmp_path / "teacher")[0])
+def test_a_teachers_predictions_take_the_place_of_labels(dense: Path, config_file: Path) -> None:
+    student = Trainer(load_config(config_file, [*DENSE, f"training.teacher={dense}"]), load_run(dense)[0])
     loss = student.step.loss_of(next(iter(student.loader)))
     gradients = torch.autograd.grad(loss, student.optimizer.param_groups[0]["params"])
     assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-6, "who predicts like the teacher has nothing to learn"
 
 
-def test_teachers_that_do_not_fit_are_refused(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_teachers_that_do_not_fit_are_refused(
+    dense: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call("train", "--config", config_file, f"training.teacher={tmp_path / 'nothing'}") == 2
     assert f"{tmp_path / 'nothing'} holds no checkpoint: give a run's folder" in capsys.readouterr().err
-    run(config_file, *DENSE, "training.steps=1", f"output={tmp_path / 'teacher'}")
     other = tmp_path / "other"
     synth(SynthOptions(rows=600, output=tmp_path / "other.txt", seed=9, scale=0.01))
     preprocess(PreprocessOptions(inputs=(tmp_path / "other.txt",), output=other))
-    settings = [f"data.path={other}", f"output={tmp_path / 'run'}", f"training.teacher={tmp_path / 'teacher'}"]
+    settings = [f"data.path={other}", f"output={tmp_path / 'run'}", f"training.teacher={dense}"]
     assert call("train", "--config", config_file, *settings) == 2
     assert f"was trained on other data than {other} holds (they differ in" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -28,7 +28,7 @@ from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Trainer
 from tests.training.run_folders import RANKS, assert_same_run, lines
 
-KILLS = int(os.environ.get("KILLS", "2"))
+KILLS = int(os.environ.get("KILLS", "1"))
 OFTEN = [
     *RANKS, "ranks.early_steps=5", "ranks.late_steps=10", "tables.hot_rows=0.5", f"training.steps={20 + 5 * KILLS}",
     "training.eval_every=5", "training.checkpoint_every=3", "training.log_every=1",

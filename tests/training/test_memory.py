@@ -1,4 +1,4 @@
-"""Peak memory in sections of a run."""
+"""Peak memory in sections of a run, and of initializing tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from comera_rec.training.memory import PeakMemory
+from comera_rec.training.model import fuse_dense_tables_
+
+CPU = torch.device("cpu")
 
 # In a separate process, because memory that other tests use or freed would affect the numbers.
 PROGRAM = """
@@ -46,3 +55,19 @@ def test_a_peak_is_that_of_its_section_and_freed_memory_is_returned() -> None:
     assert highest == large
     assert kept > 150
     assert returned < 50
+
+
+def collection(rows: int) -> nn.Sequential:
+    tables = [EmbeddingBagConfig(name="large", num_embeddings=rows, embedding_dim=64, feature_names=["large"])]
+    return nn.Sequential(EmbeddingBagCollection(tables=tables, device=torch.device("meta")))
+
+
+def test_tables_on_the_meta_device_are_initialized_in_place() -> None:
+    fuse_dense_tables_(collection(9), 0.1, CPU)  # loads what the first call needs
+    model, memory = collection(500_000), PeakMemory(CPU)
+    fuse_dense_tables_(model, 0.1, CPU)
+    (weight,) = model.state_dict().values()
+    assert memory.highest < 1.4 * weight.nbytes / 2**20
+    bound = 500_000**-0.5  # of a uniform distribution
+    assert 0.999 * bound < weight.abs().max() <= bound
+    assert abs(weight.std() * 3**0.5 / bound - 1) < 0.01

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comera_rec.testing import run as run_processes
-from comera_rec.training.metrics import BinaryMetrics
+from comera_rec.training.metrics import BinaryMetrics, OneClass, mean_of_tasks
 
 
 def metrics_of(logits: list[float] | Tensor, labels: list[int] | Tensor) -> dict[str, float | int]:
@@ -32,21 +32,22 @@ def logloss(logits: list[float], labels: list[int]) -> float:
 
 
 # Eighths are exact in float32, and repeat often enough for ties.
-rows = st.lists(st.tuples(st.integers(-40, 40).map(lambda n: n / 8), st.integers(0, 1)), min_size=2, max_size=40).filter(
-    lambda rows: len({label for _, label in rows}) == 2
-)
+rows = st.lists(st.tuples(st.integers(-40, 40).map(lambda n: n / 8), st.integers(0, 1), st.integers(0, 3)), max_size=40)
 
 
 @settings(deadline=None, max_examples=40)
 @given(rows)
-def test_definitions(rows: list[tuple[float, int]]) -> None:
-    logits, labels = [x for x, _ in rows], [y for _, y in rows]
-    result = metrics_of(logits, labels)
+def test_definitions(rows: list[tuple[float, int, int]]) -> None:
+    """A row of weight n counts as n rows."""
+    rows += [(0.125, 0, 2), (-3.0, 1, 1)]  # both classes
+    logits, labels = ([row[k] for row in rows for _ in range(row[2])] for k in range(2))
     q = sum(labels) / len(labels)
-    assert result["auc"] == pytest.approx(auc_by_pairs(logits, labels), abs=1e-12)
-    assert result["logloss"] == pytest.approx(logloss(logits, labels), rel=1e-12)
-    assert result["ne"] == pytest.approx(logloss(logits, labels) / -(q * math.log(q) + (1 - q) * math.log(1 - q)), rel=1e-12)
-    assert result["rows"] == len(rows)
+    loss = logloss(logits, labels)
+    expected = {"auc": auc_by_pairs(logits, labels), "logloss": loss, "ne": loss / -(q * math.log(q) + (1 - q) * math.log(1 - q))}
+    assert metrics_of(logits, labels) == pytest.approx(expected | {"rows": len(labels)}, rel=1e-12)
+    weighted = BinaryMetrics()
+    weighted.update(*(torch.tensor(column, dtype=torch.float32) for column in zip(*rows, strict=True)))
+    assert weighted.compute() == pytest.approx(expected | {"rows": len(rows)}, rel=1e-12)
 
 
 def test_batches_add_up() -> None:
@@ -72,8 +73,28 @@ def test_undefined() -> None:
         metrics_of([1.0], [1])
     with pytest.raises(ValueError, match="2 of 3 logits are not finite"):
         metrics_of([math.nan, 2.0, math.inf], [0, 1, 0])
+    weightless = BinaryMetrics()
+    weightless.update(torch.zeros(2), torch.tensor([0, 1]), torch.zeros(2))
+    with pytest.raises(ValueError, match="all 2 weights are 0, so AUC and NE are undefined"):
+        weightless.compute()
     with pytest.raises(ValueError, match=r"logits and labels must match in size, got \(2, 1\) and \(3,\)"):
         BinaryMetrics().update(torch.zeros(2, 1), torch.zeros(3))
+
+
+def collected(labels: list[int]) -> BinaryMetrics:
+    metrics = BinaryMetrics()
+    metrics.update(torch.arange(len(labels)).float(), torch.tensor(labels))
+    return metrics
+
+
+def test_metrics_of_several_labels_are_means_over_those_of_both_classes() -> None:
+    one, two, rare = collected([0, 1, 0, 1]), collected([1, 0, 0, 1]), collected([0, 0, 0, 0])
+    assert mean_of_tasks({"label": one}) == one.compute()
+    means = mean_of_tasks({"a": one, "rare": rare, "b": two})
+    assert means.keys() == {"rows"} | {f"{name}{label}" for name in ("auc", "ne", "logloss") for label in ("", "_a", "_b")}
+    assert (means["auc_a"], means["auc_b"], means["auc"], means["rows"]) == (0.75, 0.5, 0.625, 4)
+    with pytest.raises(OneClass, match="all 4 labels are 0"):
+        mean_of_tasks({"a": rare})
 
 
 def example() -> tuple[Tensor, Tensor]:

@@ -45,8 +45,7 @@ def train_on(processes: int, *arguments: Any) -> list[dict[str, Any]]:
 FORMATS = {"hot rows": HOT_ROWS, "adagrad": ["optimizer.name=adagrad"], "dense": DENSE}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "processes"), [("hot rows", 1), ("hot rows", 2), ("adagrad", 2), ("dense", 1)])
 def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_holds(
     config_file: Path, tmp_path: Path, name: str, processes: int
 ) -> None:
@@ -80,14 +79,14 @@ def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_ho
         assert 0.97 * history[-1]["target_params"] <= history[-1]["params"] <= history[-1]["target_params"] + 1
 
 
-@pytest.mark.parametrize(("overrides", "before", "after"), [(DENSE, 1, 2), (HOT_ROWS, 4, 2)])
+@pytest.mark.parametrize(("overrides", "before", "after"), [(DENSE, 1, 2), (HOT_ROWS, 2, 1)])
 def test_another_number_of_processes_continues_a_run(
     config_file: Path, tmp_path: Path, overrides: list[str], before: int, after: int
 ) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
     in_two = [*SAME, *overrides, f"output={part}"]
-    run_processes(before, train, config_file, [*SAME, *overrides, f"output={whole}"], [*in_two, "training.steps=6"])
-    run_processes(after, train, config_file, in_two)
+    train_on(before, config_file, [*SAME, *overrides, f"output={whole}"], [*in_two, "training.steps=6"])
+    train_on(after, config_file, in_two)
     assert losses(part) == pytest.approx(losses(whole), rel=1e-5)
     assert [line["ranks"] for line in lines(part, "ranks")] == [line["ranks"] for line in lines(whole, "ranks")]
     assert_close(tensors(part), tensors(whole), 1e-5)
@@ -185,13 +184,6 @@ def test_processes_stop_at_the_same_step_if_one_is_terminated(config_file: Path)
     assert kept == f"step_{int(in_a_step[-1]):08d}"
     assert in_an_evaluation == ["stopped by SIGTERM at step 8", "step_00000008"]
     assert steps == 12
-
-
-def test_a_failed_write_ends_the_run(config_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("in the way")
-    with pytest.raises(RuntimeError, match=r"cannot write checkpoint .*step_00000006 \(File exists\); free some space"):
-        run_processes(2, train, config_file, [])
 
 
 def test_a_launched_run_whose_processes_are_killed_restarts_and_equals_an_unbroken_one(config_file: Path, tmp_path: Path) -> None:

@@ -1,14 +1,22 @@
-"""A run on later data starts where another one ended: known ids keep rows, ranks and optimizer state, and new ids get rows."""
+"""Runs that start from others: on later data where another one ended, or compressed from a dense one.
+
+On later data, known ids keep rows, ranks and optimizer state, and new ids get rows. A compressed run is nearly equal to the dense
+one at full ranks, within its budget, and trainable.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from comera_rec.convert import compression_report
 from comera_rec.nn import TTTable
+from comera_rec.training.config import load_config
+from comera_rec.training.from_runs import compress_run
 from comera_rec.training.runs import load_run
-from data_pipeline.manifest import read_manifest
 from tests.training.run_folders import RANKS, call, tensors
 
 
@@ -33,15 +41,16 @@ def trained(config_file: Path, data: Path, output: Path, *options: object) -> Pa
     return output
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-def test_three_days(optimizer: str, days: Path, config_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("optimizer", "numbers"), [("adagrad", (1, 2, 3)), ("adam", (1, 3))])
+def test_later_days(optimizer: str, numbers: tuple[int, ...], days: Path, config_file: Path, tmp_path: Path) -> None:
+    """In turn, or with a day left out; other batches and seeds are allowed."""
     options = [*RANKS, f"optimizer.name={optimizer}", "tables.hot_rows=0.2", 'tables.dense_tables=["C26"]']
     run = trained(config_file, days / "day_1", tmp_path / "run_1", *options)
     kinds = set[str]()
-    for day in (2, 3):
-        later = trained(
-            config_file, days / f"day_{day}", tmp_path / f"run_{day}", "--after", run, *options, "training.keep_checkpoints=9"
-        )
+    for day in numbers[1:]:
+        data, output = days / f"day_{day}", tmp_path / f"run_{day}"
+        changed = ["--after", run, *options, "training.keep_checkpoints=9", "data.batch_size=64", f"seed={day}"]
+        later = trained(config_file, data, output, *changed)
         before, start = tensors(run), tensors(later, 0)
         assert before.keys() == start.keys()
         for name, value in before.items():
@@ -61,29 +70,75 @@ def test_three_days(optimizer: str, days: Path, config_file: Path, tmp_path: Pat
                 if larger.num_embeddings > table.num_embeddings:
                     kinds.add("slices" if larger.shape != table.shape else "room")
         kinds |= {"dense"} if known.sparse["C26"] < schema.sparse["C26"] else set()
+        assert trained(config_file, data, output, *changed) == later  # a finished run is left alone
         run = later
-    assert kinds == {"slices", "room", "dense"}
+    assert kinds == {"slices", "room", "dense"} or optimizer == "adam"
     assert call("evaluate", "--checkpoint", run, "--data", days / "day_3") == 0
 
 
-def test_a_run_that_skips_a_day(days: Path, config_file: Path, tmp_path: Path) -> None:
-    first = trained(config_file, days / "day_1", tmp_path / "first")
-    third = trained(config_file, days / "day_3", tmp_path / "third", "--after", first, "data.batch_size=64", "seed=5")
-    _, _, schema = load_run(third)
-    assert schema.sparse["C3"] == read_manifest(days / "day_3").categorical_columns[2].num_embeddings
-    assert trained(config_file, days / "day_3", third, "--after", first, "data.batch_size=64", "seed=5") == third  # finished
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ("other", [], "other doesn't extend the vocabularies that"),
+        ("day_2", ["optimizer.name=adagrad", "tables.tt_ranks=3"], "another config than the new run (in tables, optimizer)"),
+    ],
+)
+def test_what_does_not_follow_is_refused(
+    data: str, options: list[str], message: str, days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = trained(config_file, days / "day_1", tmp_path / "first", "training.steps=1")
+    options = [f"data.path={days / data}", f"output={tmp_path / 'next'}", *options]
+    assert call("train", "--config", config_file, "--after", first, *options) == 2
+    assert not (tmp_path / "next").exists()
+    assert message in capsys.readouterr().err
 
 
-def test_what_does_not_follow_is_refused(days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = trained(config_file, days / "day_1", tmp_path / "first")
+def test_at_full_ranks_it_predicts_the_same_as_the_dense_run(dense: Path, config_file: Path, tmp_path: Path) -> None:
+    large = ["tables.tt_ranks=10000", "linears.tt_ranks=10000", "linears.policy=always", f"output={tmp_path / 'full'}"]
+    compressed = compress_run(dense, load_config(config_file, large))
+    assert {"tt"} == {
+        layer.format for layer in compression_report(compressed.model).layers if layer.kind == "table" and layer.row_shape
+    }
+    expected, _, _ = load_run(dense)
+    compressed.model.eval()
+    for batch, _ in zip(compressed.loader.batches, range(3), strict=False):
+        torch.testing.assert_close(
+            compressed.model(batch.dense, batch.sparse), expected(batch.dense, batch.sparse), rtol=1e-3, atol=1e-4
+        )
 
-    def refusal(data: str, *options: str) -> str:
-        options = (f"data.path={days / data}", f"output={tmp_path / 'next'}", *options)
-        assert call("train", "--config", config_file, "--after", first, *options) == 2
-        assert not (tmp_path / "next").exists()
-        return capsys.readouterr().err
 
-    assert "other doesn't extend the vocabularies that" in refusal("other")
-    assert "another config than the new run (in tables, optimizer)" in refusal(
-        "day_2", "tables.tt_ranks=3", "optimizer.name=adagrad"
-    )
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
+def test_training_continues_from_its_weights(
+    dense: Path, config_file: Path, tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "compressed"
+    same = ["tables.tt_ranks=none", "tables.compression=4", f"optimizer.name={optimizer}"]
+    assert call("compress", "--checkpoint", dense, "--config", config_file, "--output", run, *same) == 0
+    assert "x smaller than dense" in capsys.readouterr().out
+    model, _, _ = load_run(run)
+    report = compression_report(model)
+    budget = report.total("dense_params", kind="table") // 4
+    assert 0.9 * budget < report.total("params", kind="table") <= budget
+    ranks = {layer.name: layer.ranks for layer in report.layers if layer.kind == "table" and layer.format == "tt"}
+    assert len(set(ranks.values())) > 1, "ranks are spread by singular values"
+
+    start = tensors(run, 0)
+    for name, value in model.state_dict().items():
+        assert torch.equal(start[f"model/{name}"], value), name
+    assert call("train", "--config", config_file, f"output={run}", *same) == 0
+    assert json.loads((run / "result.json").read_text())["steps"] == 12
+
+
+def test_mistakes_in_compressing_name_the_remedy(
+    dense: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["compress", "--checkpoint", str(dense), "--config", str(config_file), "--output", str(tmp_path / "new")]
+    for arguments, message in (
+        ([*base, "tables.format=dense"], "tables.format is 'dense': compressing needs 'tt'"),
+        ([*base, "model.over_arch=[16]"], "other sizes of [model]"),
+        ([*base[:-1], str(dense)], "holds checkpoints already"),
+        (["compress", "--checkpoint", str(tmp_path / "no"), *base[3:]], "holds no checkpoint"),
+    ):
+        assert call(*arguments) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -10,13 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from comera_rec.data import ParquetBatches
 from comera_rec.serving.package import ServingModel
 from comera_rec.training.config import load_config
-from comera_rec.training.metrics import BinaryMetrics, OneClass, mean_of_tasks
 from comera_rec.training.trainer import Trainer
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
@@ -86,7 +83,7 @@ def test_every_architecture_learns_both_labels(folder: Path, tmp_path: Path, arc
 
 
 def test_scores_have_a_column_for_each_label(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = trainer(folder, tmp_path / "run")
+    run = trainer(folder, tmp_path / "run", "tables.format=dense")
     run.train()
     written = (tmp_path / name for name in ("run", "model.pt2", "scores.parquet"))
     data, checkpoint, model, output = map(str, (folder / "data", *written))
@@ -108,35 +105,3 @@ def test_scores_have_a_column_for_each_label(folder: Path, tmp_path: Path, capsy
         expected = run.model.eval()(batch.dense, batch.sparse).sigmoid()
     actual = np.stack([scores["score_click"].to_numpy(), scores["score_buy"].to_numpy()], axis=1)
     np.testing.assert_allclose(actual, expected.numpy(), atol=1e-5)
-
-
-@settings(deadline=None, max_examples=12)
-@given(st.lists(st.tuples(st.integers(-16, 16), st.integers(0, 1), st.integers(0, 3)), min_size=1, max_size=30))
-def test_a_row_of_weight_n_counts_as_n_rows(rows: list[tuple[int, int, int]]) -> None:
-    rows += [(1, 0, 2), (0, 1, 1)]  # both classes
-    logits, labels, weights = (torch.tensor(column, dtype=torch.float32) for column in zip(*rows, strict=True))
-    weighted, repeated = BinaryMetrics(), BinaryMetrics()
-    weighted.update(logits / 4, labels, weights)
-    repeated.update((logits / 4).repeat_interleave(weights.long()), labels.repeat_interleave(weights.long()))
-    assert weighted.compute() == pytest.approx(repeated.compute() | {"rows": len(rows)}, rel=1e-12)
-
-
-def collected(labels: list[int], weights: list[float] | None = None) -> BinaryMetrics:
-    metrics = BinaryMetrics()
-    metrics.update(torch.arange(len(labels)).float(), torch.tensor(labels), None if weights is None else torch.tensor(weights))
-    return metrics
-
-
-def test_all_zero_weights_are_distinguished_from_a_single_label() -> None:
-    with pytest.raises(ValueError, match="all 4 weights are 0, so AUC and NE are undefined"):
-        collected([0, 1, 0, 1], [0.0] * 4).compute()
-
-
-def test_metrics_of_several_labels_are_means_over_those_of_both_classes() -> None:
-    one, two, rare = collected([0, 1, 0, 1]), collected([1, 0, 0, 1]), collected([0, 0, 0, 0])
-    assert mean_of_tasks({"label": one}) == one.compute()
-    means = mean_of_tasks({"a": one, "rare": rare, "b": two})
-    assert means.keys() == {"rows"} | {f"{name}{label}" for name in ("auc", "ne", "logloss") for label in ("", "_a", "_b")}
-    assert (means["auc_a"], means["auc_b"], means["auc"], means["rows"]) == (0.75, 0.5, 0.625, 4)
-    with pytest.raises(OneClass, match="all 4 labels are 0"):
-        mean_of_tasks({"a": rare})
