@@ -74,12 +74,6 @@ def test_gaps_between_slices_are_detected() -> None:
     assert is_slice_major(core[:, 2:5], 0, 2)
 
 
-def test_gradients_pass_through() -> None:
-    core = torch.randn(2, 3, 4, 5, requires_grad=True)
-    slice_major(core, 1, 2).square().sum().backward()
-    assert torch.equal(core.grad, 2 * core.detach())
-
-
 def are_slice_major(table: cr.TTEmbeddingBag) -> bool:
     return all(is_slice_major(core, k, table.shape.order) for k, core in enumerate(table.cores()))
 

@@ -74,15 +74,6 @@ def test_rtol_includes_the_error_of_the_given_ranks() -> None:
     assert (rebuilt(weight, shape, rtol=0.1) - weight).norm() <= 0.1 * weight.norm()
 
 
-def test_a_matrix_of_low_rank_is_found_at_that_rank() -> None:
-    shape = TTShape((6, 5, 4), (2, 2, 2), (3, 2))
-    cores = [torch.randn(size, dtype=torch.float64) for size in shape.core_shapes]
-    weight = tt_to_dense(cores, shape)
-    cores = tt_svd(weight, shape.with_ranks(8), rtol=1e-9)
-    assert tuple(core.shape[-1] for core in cores[:-1]) == (3, 2)
-    torch.testing.assert_close(rebuilt(weight, shape), weight)
-
-
 def test_ranks_beyond_the_useful_ones_are_kept_with_zeros() -> None:
     shape = TTShape((3, 4), (2, 2), (50,))
     weight = torch.randn(12, 4)
