@@ -45,7 +45,7 @@ class Case:
 
     kinds: tuple[str, ...]
     weighted: bool = False
-    varies: bool = False  # batch sizes by feature; without dense tables, only in the first and the last step
+    varies: bool = False  # batch sizes by feature; without dense tables, only in the second step
     dense: bool = True  # tables beside TT tables
     truncates: bool = False  # ranks, after the first step
     objective: str | None = None  # of the rank scheduler, if any
@@ -151,7 +151,7 @@ def without_repeats(samples: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 def share(step: int, rank: int, case: Case, world: int) -> KeyedJaggedTensor:
     sizes = SIZES[:world]
     first = sum(sizes[:rank])
-    varies = case.varies and (case.dense or step != 1)
+    varies = case.varies and (case.dense or step == 1)
     return (without_repeats if varies else joined)(global_batch(step, sum(sizes), case)[first : first + sizes[rank]])
 
 

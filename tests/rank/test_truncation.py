@@ -190,18 +190,6 @@ def test_invalid_thresholds_are_refused(threshold: float) -> None:
         truncate_ranks_(Small(), threshold=threshold)
 
 
-def test_state_behind_torchrecs_wrappers_is_sliced() -> None:
-    model = Small()
-    keyed = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda parameters: Adam(parameters, lr=0.01))
-    optimizer = GradientClippingOptimizer(CombinedOptimizer([keyed]), clipping=GradientClipping.NORM, max_gradient=1.0)
-    train(model, optimizer, 3)
-    silence(model, DOOMED)
-    truncate_ranks_(model, optimizer, threshold=1e-6)
-    moments = keyed.state[model.table.core_1]["exp_avg"]
-    assert moments.shape == model.table.core_1.shape
-    train(model, optimizer, 2)
-
-
 def test_an_optimizer_that_lacks_what_changes_is_refused() -> None:
     model = Small()
     silence(model, DOOMED)
@@ -210,18 +198,29 @@ def test_an_optimizer_that_lacks_what_changes_is_refused() -> None:
         truncate_ranks_(model, others, threshold=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the import imports
-def test_state_within_zero_redundancy_optimizer_is_sliced(tmp_path: Path) -> None:
+def behind_torchrecs_wrappers(model: nn.Module) -> tuple[Optimizer, Optimizer]:
+    keyed = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda parameters: Adam(parameters, lr=0.01))
+    return GradientClippingOptimizer(CombinedOptimizer([keyed]), clipping=GradientClipping.NORM, max_gradient=1.0), keyed
+
+
+def behind_zero_redundancy(model: nn.Module) -> tuple[Optimizer, Optimizer]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam, lr=0.01)
+    return optimizer, optimizer.optim
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the import imports
+@pytest.mark.parametrize("wrap", [behind_torchrecs_wrappers, behind_zero_redundancy])
+def test_state_behind_wrappers_is_sliced(wrap: Callable, tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = Small()
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam, lr=0.01)
+        optimizer, inner = wrap(model)
         train(model, optimizer, 3)
         silence(model, DOOMED)
         truncate_ranks_(model, optimizer, threshold=1e-6)
-        assert optimizer.optim.state[model.table.core_1]["exp_avg"].shape == model.table.core_1.shape
+        assert inner.state[model.table.core_1]["exp_avg"].shape == model.table.core_1.shape
         train(model, optimizer, 2)
     finally:
         dist.destroy_process_group()
