@@ -29,48 +29,35 @@ def test_offsets_that_do_not_ascend_are_refused(impl: str, offsets: list[int], m
 
 
 @every_impl
-def test_a_wrong_number_of_weights_is_refused(impl: str) -> None:
-    tables, ids = make_tables([(5, 4)], (2, 3), (2,)), [torch.tensor([3, 4, 3])]
+def test_modes_and_weights_that_do_not_fit_are_refused(impl: str) -> None:
+    tables, ids, offsets = make_tables([(5, 4)], (2, 3), (2,)), [torch.tensor([3, 4, 3])], torch.tensor([0, 3])
+    with pytest.raises(ValueError, match="mode"):
+        pool(tables, ids, offsets, mode="median", impl=impl)
     with pytest.raises(ValueError, match="there are 2 per_sample_weights for 3 ids: give one for each"):
-        pool(tables, ids, torch.tensor([0, 3]), per_sample_weights=torch.ones(2), impl=impl)
+        pool(tables, ids, offsets, per_sample_weights=torch.ones(2), impl=impl)
     for mode in ("mean", "max"):
         with pytest.raises(NotImplementedError, match=f"per_sample_weights need mode 'sum', not '{mode}': drop them"):
-            pool(tables, ids, torch.tensor([0, 3]), per_sample_weights=torch.ones(3), mode=mode, impl=impl)
-
-
-@every_impl
-def test_unknown_modes_are_refused(impl: str) -> None:
-    with pytest.raises(ValueError, match="mode"):
-        pool(make_tables([(5, 4)], (2, 3), (2,)), [torch.tensor([3, 4, 3])], torch.tensor([0, 3]), mode="median", impl=impl)
+            pool(tables, ids, offsets, per_sample_weights=torch.ones(3), mode=mode, impl=impl)
 
 
 @pytest.mark.parametrize(
     "row_shapes",
     [
-        [(99, 4)],  # larger
-        [(5, 99)],
-        [(2, 2)],  # smaller
-        [(4, 5)],  # the same number of rows
-        [(5, 4), (5, 4)],  # one more
-        [(5, 4, 1)],
+        [(99, 4), (2, 5)],  # larger
+        [(5, 99), (2, 5)],
+        [(2, 2), (2, 5)],  # smaller
+        [(4, 5), (2, 5)],  # the same number of rows
+        [(5, 5), (2, 4)],  # the same number of slices
+        [(5, 4), (2, 5), (2, 5)],  # one more
+        [(5, 4, 1), (2, 5, 1)],
     ],
 )
 @pytest.mark.parametrize("mode", ["sum", "max"])
 def test_a_plan_for_other_tables_is_refused(mode: str, row_shapes: list[tuple[int, ...]]) -> None:
-    tables = make_tables([(5, 4)], (2, 3), (2,))
+    tables = make_tables([(5, 4), (2, 5)], (2, 3), (2,))
     plan = plan_lookup([torch.tensor([2, 3]) for _ in row_shapes], row_shapes)
     with pytest.raises(ValueError, match=r"cores.* but the plan is for"):
-        pool(tables, [], torch.arange(2), plan=plan, mode=mode)
-
-
-def test_plans_that_divide_slices_differently_among_tables_are_refused() -> None:
-    """The total number of slices is that of the tables."""
-    tables = make_tables([(5, 2), (2, 5)], (2, 3), (2,))
-    plan = plan_lookup([torch.tensor([24]), torch.tensor([3])], [(5, 5), (2, 2)])
-    with pytest.raises(
-        ValueError, match=r"cores\[1\] has shape \(2, 2, 3, 1\), but the plan is for 5 slices: make the plan for these tables"
-    ):
-        pool(tables, [], torch.arange(3), plan=plan, features=2)
+        pool(tables, [], torch.arange(2 * len(row_shapes) + 1), plan=plan, mode=mode, features=len(row_shapes))
 
 
 class Arguments(dict[str, Any]):

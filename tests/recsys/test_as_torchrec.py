@@ -102,7 +102,10 @@ def test_torchscript_is_refused() -> None:
         torch.jit.script(symbolic_trace(nn.Sequential(ours())))
 
 
-def test_a_collection_may_have_no_tables() -> None:
+def test_tables_are_found_by_name_and_a_collection_may_have_none() -> None:
+    collection = ours()
+    assert [bag.num_embeddings for bag in collection.embedding_bags.values()] == [900, 40]
+    assert collection.embedding_bags["t1"] is collection.tt_bag("t1")
     empty = cr.TTEmbeddingBagCollection([])
     features = KeyedJaggedTensor(keys=["f"], values=torch.arange(3), lengths=torch.tensor([1, 2]))
     pooled = empty(features)
@@ -110,14 +113,6 @@ def test_a_collection_may_have_no_tables() -> None:
     assert pooled.values().shape == (2, 0)
     with pytest.raises(AssertionError, match="At least one embedding bag is required"):  # TorchRec's own error
         DLRM(empty, 4, [16, 8], [16, 1])
-
-
-def test_tables_are_found_by_name() -> None:
-    collection = ours()
-    assert list(collection.embedding_bags) == ["t1", "t2"]
-    assert collection.embedding_bags["t1"] is collection.tt_bag("t1")
-    assert isinstance(collection.embedding_bags["t2"], nn.EmbeddingBag)
-    assert [bag.num_embeddings for bag in collection.embedding_bags.values()] == [900, 40]
 
 
 def managed(tables: Sequence[BaseEmbeddingConfig]) -> ManagedCollisionCollection:
