@@ -6,19 +6,12 @@ import json
 
 import pytest
 import torch
+from dlrm_models import dlrm
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from comera_rec import TableCompression, TTEmbeddingBagConfig, build_dlrm, compress_, compression_report, export_dense
+from comera_rec import TableCompression, compress_, compression_report, export_dense
 from comera_rec.rank import truncate_ranks_
-
-
-def dlrm() -> nn.Module:
-    tables = [
-        TTEmbeddingBagConfig(name="t1", num_embeddings=401, embedding_dim=16, feature_names=["f1"], tt_ranks=(3, 4)),
-        EmbeddingBagConfig(name="t2", num_embeddings=30, embedding_dim=16, feature_names=["f2"]),
-    ]
-    return build_dlrm(tables, dense_in_features=5, dense_arch_layer_sizes=[128, 128, 16], over_arch_layer_sizes=[128, 1])
 
 
 def truncated() -> nn.Module:

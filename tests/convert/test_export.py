@@ -8,30 +8,15 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from dlrm_models import dlrm, tables
 from torch import nn
-from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from comera_rec import TTEmbeddingBag, TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTLinear, build_dlrm, export_dense
-from comera_rec.nn import TTModule, replace_modules_
+from comera_rec import TTEmbeddingBag, TTEmbeddingBagCollection, TTLinear, build_dlrm, export_dense
+from comera_rec.nn import replace_modules_
 from comera_rec.recsys import build_deepfm
 from comera_rec.testing import run
-
-
-def tables() -> list[EmbeddingBagConfig]:
-    return [
-        TTEmbeddingBagConfig(name="t1", num_embeddings=401, embedding_dim=16, feature_names=["f1"], tt_ranks=(3, 4)),
-        EmbeddingBagConfig(name="t2", num_embeddings=30, embedding_dim=16, feature_names=["f2"]),
-    ]
-
-
-def dlrm() -> nn.Module:
-    model = build_dlrm(tables(), dense_in_features=5, dense_arch_layer_sizes=[128, 128, 16], over_arch_layer_sizes=[128, 1])
-    with torch.no_grad():
-        for module in model.modules():
-            for rank in module.rank_parameters() if isinstance(module, TTModule) else ():
-                rank.uniform_(0.5, 1.5)
-    return model
 
 
 def test_shared_modules_stay_shared_and_modes_are_kept() -> None:

@@ -137,16 +137,6 @@ def test_autocast_computes_in_bfloat16_and_keeps_float_gradients(size: tuple[int
         assert parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("order", [2, 4, 6, 8])
-def test_from_dense_at_full_rank_gives_the_same_layer(order: int, bias: bool) -> None:
-    dense = nn.Linear(22, 13, bias, dtype=torch.float64)
-    layer = TTLinear.from_dense(dense, shape=TTShape.for_linear(22, 13, tt_ranks=10**6, order=order))
-    x = torch.randn(5, 22, dtype=torch.float64)
-    torch.testing.assert_close(layer(x), dense(x))
-    torch.testing.assert_close(layer.to_dense().weight, dense.weight)
-
-
 @pytest.mark.parametrize("order", [2, 4, 6])
 def test_initial_weights_and_bias_are_spread_like_those_of_a_dense_layer(order: int) -> None:
     dense = nn.Linear(512, 384)

@@ -16,6 +16,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
 from comera_rec import TTEmbeddingBag, TTLinear
 from comera_rec.rank import count_tt_params, truncate_ranks_
+from comera_rec.tt import is_slice_major
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "Adam": lambda p: Adam(p, lr=0.01),
@@ -129,6 +130,10 @@ def test_training_continues_as_if_the_model_had_always_been_small(name: str) -> 
     truncate_ranks_(model, optimizer, threshold=0.01)
     found_state = {names[id(parameter)]: tensors(state) for parameter, state in optimizer.state.items()}
     torch.testing.assert_close(found_state, expected_state, rtol=0, atol=0)
+    for k, core in enumerate(model.table.cores()):
+        assert is_slice_major(core, k, 3)
+        tensors_of_core = [core.grad, *tensors(optimizer.state[core]).values()]
+        assert all(tensor.stride() == core.stride() for tensor in tensors_of_core if tensor.dim())
     assert train(model, optimizer, 5) == pytest.approx(train(rebuilt, rebuilt_optimizer, 5), rel=1e-12)
     torch.testing.assert_close(model.state_dict(), rebuilt.state_dict())
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from managed import managed_collisions
 from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -21,11 +22,9 @@ from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
-from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 
 import comera_rec as cr
 from comera_rec.nn import update_in_backward_
@@ -115,20 +114,6 @@ def test_tables_are_found_by_name_and_a_collection_may_have_none() -> None:
         DLRM(empty, 4, [16, 8], [16, 1])
 
 
-def managed(tables: Sequence[BaseEmbeddingConfig]) -> ManagedCollisionCollection:
-    """Build a module that maps ids of any size to rows, by table."""
-    kept = {
-        config.name: MCHManagedCollisionModule(
-            zch_size=config.num_embeddings,
-            device=torch.device("cpu"),
-            eviction_interval=1,
-            eviction_policy=DistanceLFU_EvictionPolicy(),
-        )
-        for config in tables
-    }
-    return ManagedCollisionCollection(kept, list(tables))
-
-
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("configs_of", ["ours", "stock"])
 @pytest.mark.parametrize("swapped_first", [True, False])
@@ -146,7 +131,7 @@ def test_managed_collisions_around_tt_tables(pooled: bool, configs_of: str, swap
     if swapped_first:
         collection = cr.compress_(collection, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
     tables = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
-    model: nn.Module = nn.Sequential(around(collection, managed(stock if configs_of == "stock" else tables)))
+    model: nn.Module = nn.Sequential(around(collection, managed_collisions(stock if configs_of == "stock" else tables)))
     if not swapped_first:
         cr.compress_(model, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
     assert any(isinstance(module, cr.TTEmbeddingBagCollection) for module in model.modules())
