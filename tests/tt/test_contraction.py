@@ -16,6 +16,7 @@ from comera_rec.tt import (
     best_contractions,
     candidate_contractions,
     contraction_for,
+    span,
 )
 from comera_rec.tt.contraction import CALL, LAYER, NUMBER, contraction_cost
 
@@ -65,3 +66,15 @@ def test_the_choice_is_within_a_tenth_of_the_cheapest(shape: TTShape) -> None:
         chosen = contraction_cost(shape, contraction_for(contractions, batch), batch)
         cheapest = min(contraction_cost(shape, each, batch) for each in candidate_contractions(shape))
         assert chosen <= cheapest / 0.9
+
+
+def test_forms_of_known_cases() -> None:
+    large, full = TTShape.for_linear(4096, 4096, tt_ranks=128), TTShape.for_linear(512, 512, tt_ranks=10**6)
+    for shape, batch, parts in (
+        (large, 0, (0, 1, 2, 3)),  # one core after the other
+        (large, 16_384, ((0, 1), (2, 3))),  # L and R
+        (TTShape.for_linear(1000, 1000, tt_ranks=64, order=6), 16_384, (((0, 1), 2), (3, (4, 5)))),  # 4 and 5 have no rank beyond
+    ):
+        assert contraction_for(best_contractions(shape), batch).parts == parts
+    (whole,) = contraction_for(best_contractions(full), 16_384).parts
+    assert span(whole) == (0, 4), "the dense matrix"
