@@ -73,6 +73,10 @@ def test_a_small_table_is_formed_for_many_tokens() -> None:
     with FlopCounterMode(display=False) as many, torch.no_grad():
         torch.testing.assert_close(embedding.logits(x)[:2], scores)
     assert many.get_total_flops() < 0.5 * 50 * few.get_total_flops()
+    large = TTEmbedding(32_000, 768, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32))
+    with FlopCounterMode(display=False) as flops, torch.no_grad():
+        large.logits(torch.randn(30, 768))
+    assert flops.get_total_flops() < 0.8 * 2 * 30 * 32_000 * 768, "fewer than with the dense table"
 
 
 def test_scores_are_exported_for_any_number_of_tokens() -> None:

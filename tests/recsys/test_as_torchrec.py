@@ -152,15 +152,10 @@ def test_a_config_equals_torchrecs_of_the_same_table() -> None:
     assert small.with_changes(num_embeddings=899) != dense
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_feature_processors_before_tt_tables(swap: bool, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_feature_processors_before_tt_tables(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     processor = PositionWeightedModuleCollection(dict.fromkeys(ROWS, 9))
-    if swap:
-        model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection(configs(), True), processor))
-        cr.compress_(model, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
-    else:
-        tables = cr.TableCompression(tt_ranks=4, min_rows=100).table_configs(configs())
-        model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(cr.TTEmbeddingBagCollection(tables, True), processor))
+    model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection(configs(), True), processor))
+    cr.compress_(model, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
     model(random_jagged(ROWS, 6)).values().sum().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in processor.parameters())
 
