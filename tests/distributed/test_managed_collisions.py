@@ -130,14 +130,6 @@ def test_ids_are_those_of_dense_tables_and_losses_those_of_one_process_with_thes
     torch.testing.assert_close(found, torch.tensor(expected_losses), atol=1e-5, rtol=0)
 
 
-def test_one_process_that_is_not_sharded_numbers_ids_as_for_dense_tables() -> None:
-    batches = [batch(step, 0, Case()) for step in range(STEPS)]
-    losses, ids = train(Model(Case()), batches, 1)
-    _, dense_ids = train(Model(Case(is_tt=False)), batches, 1)
-    assert all(torch.equal(found.values(), expected.values()) for found, expected in zip(ids, dense_ids, strict=True))
-    assert train(Model(Case(), managed=False), ids, 1)[0] == pytest.approx(losses)
-
-
 def score_both_forms(process_rank: int) -> tuple[Tensor, Tensor]:
     """Train on features whose batch sizes vary; then score such a batch, and the same with its bags repeated."""
     case = Case(varies=True)

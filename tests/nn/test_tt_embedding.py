@@ -65,18 +65,22 @@ def test_padding_has_no_score_in_either_form(size: tuple[int, int, TTShape]) -> 
     torch.testing.assert_close(scores, x @ embedding.to_dense().weight.mT)
 
 
-def test_a_small_table_is_formed_for_many_tokens() -> None:
-    embedding = TTEmbedding(4000, 256, shape=TTShape((16, 16, 16), (4, 8, 8), 48), dtype=torch.float64)
-    x = torch.randn(100, 256, dtype=torch.float64)
-    with FlopCounterMode(display=False) as few, torch.no_grad():
-        scores = torch.cat([embedding.logits(x[:1]), embedding.logits(x[1:2])])
-    with FlopCounterMode(display=False) as many, torch.no_grad():
-        torch.testing.assert_close(embedding.logits(x)[:2], scores)
-    assert many.get_total_flops() < 0.5 * 50 * few.get_total_flops()
-    large = TTEmbedding(32_000, 768, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32))
+def flops_of_logits(embedding: TTEmbedding, tokens: int) -> int:
     with FlopCounterMode(display=False) as flops, torch.no_grad():
-        large.logits(torch.randn(30, 768))
-    assert flops.get_total_flops() < 0.8 * 2 * 30 * 32_000 * 768, "fewer than with the dense table"
+        embedding.logits(torch.zeros(tokens, embedding.embedding_dim))
+    return int(flops.get_total_flops())
+
+
+def test_scores_take_few_operations_and_a_small_table_is_formed_for_many_tokens() -> None:
+    small = TTEmbedding(4000, 256, shape=TTShape((16, 16, 16), (4, 8, 8), 48))
+    formed, path = 2 * 4096 * 256, 2 * 4 * 48 * 256 * (64 + 16)  # for each token
+    assert flops_of_logits(small, 11) - flops_of_logits(small, 10) == path
+    assert flops_of_logits(small, 101) - flops_of_logits(small, 100) <= formed < path
+    x = torch.randn(100, 256)
+    torch.testing.assert_close(small.logits(x)[:1], small.logits(x[:1]), rtol=1e-4, atol=1e-4)
+    # x (16 x 48) by the right part (48 x 32*100), then the left part (320 x 16*32) by that (16*32 x 100)
+    large = TTEmbedding(32_000, 768, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32))
+    assert flops_of_logits(large, 301) - flops_of_logits(large, 300) == 2 * (16 * 48 * 32 * 100 + 320 * 16 * 32 * 100)
 
 
 def test_scores_are_exported_for_any_number_of_tokens() -> None:

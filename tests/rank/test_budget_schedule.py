@@ -102,14 +102,6 @@ def test_truncation_is_spread_over_the_stage_and_late_steps_remove_less() -> Non
     assert [allowed_size(progress, 0.2) for progress in (0, 1)] == [1.0, pytest.approx(0.2)]
 
 
-def test_a_layer_may_vanish_under_a_small_budget() -> None:
-    run = Run(config(objective="budget", target_params=400))
-    run.go(60)
-    assert count_tt_params(run.model) <= 400
-    assert 0 in [module.shape.num_params for module in run.model.tables]  # type: ignore[union-attr]
-    assert torch.isfinite(torch.tensor(run.go(3)))
-
-
 def test_ranks_go_where_the_loss_needs_them_though_magnitudes_lie() -> None:
     """Half of the tables are unused; scale is moved between cores and D so that |D| is largest for those."""
     run = Run(config(objective="budget", target_size=0.3, early_steps=20))

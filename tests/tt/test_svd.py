@@ -39,14 +39,6 @@ def test_full_rank_is_exact(order: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(rebuilt(weight, shape), weight)
 
 
-def test_all_cores_but_the_last_are_left_orthogonal() -> None:
-    shape = TTShape((5, 4, 3), (2, 2, 2), (4, 3))
-    cores = tt_svd(torch.randn(60, 8, dtype=torch.float64), shape)
-    for core in cores[:-1]:
-        matrix = core.flatten(0, 2)
-        torch.testing.assert_close(matrix.mT @ matrix, torch.eye(core.shape[-1], dtype=torch.float64))
-
-
 @pytest.mark.parametrize("ranks", [(5,), (1, 1), (2, 4), (6, 3)], ids=str)
 def test_low_rank_error_lies_between_the_best_and_the_bound(ranks: tuple[int, ...]) -> None:
     """With one bond, the bound is the best."""
