@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchrec.optim
-from in_backward import _apply_optimizer_in_backward
+from in_backward import _apply_optimizer_in_backward, _get_in_backward_optimizers
 from sharding import shard
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
@@ -90,7 +90,10 @@ def train_with(
     """Return the state dict from which training starts, all rows after each step, and those around a step whose rate is zero."""
     model: Any = Model(collection, device)
     torch.manual_seed(rank)
-    _apply_optimizer_in_backward(OPTIMIZERS[optimizer][0], model.parameters(), dict(OPTIMIZERS[optimizer][1]))
+    kind_of_optimizer, settings = OPTIMIZERS[optimizer]
+    _apply_optimizer_in_backward(kind_of_optimizer, model.parameters(), settings | ({"lr": 1.0} if device == "cpu" else {}))
+    for each in _get_in_backward_optimizers(model) if device == "cpu" else ():  # as a schedule does, before sharding
+        each.param_groups[0]["lr"] = settings["lr"]
     model = shard(model, {"t": kind})
     assert not dict(in_backward_optimizer_filter(model.named_parameters())), "no parameter is left to another optimizer"
     start = whole_state(model)
