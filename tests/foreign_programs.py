@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from in_backward import _apply_optimizer_in_backward
+from managed import managed_collisions
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.optim import RowWiseAdagrad
 
 import comera_rec as cr
@@ -197,16 +197,7 @@ class Managed(Program):
     def __init__(self, device: str) -> None:
         super().__init__()
         configs = tables("place", "user")
-        maps = {
-            config.name: MCHManagedCollisionModule(
-                zch_size=config.num_embeddings,
-                device=torch.device(device),
-                eviction_interval=1,
-                eviction_policy=DistanceLFU_EvictionPolicy(),
-            )
-            for config in configs
-        }
-        managed = ManagedCollisionCollection(maps, configs)
+        managed = managed_collisions(configs, device=device)
         self.sparse = ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(configs), managed)
         self.day = nn.EmbeddingBag(SIZES["day"], DIM, mode="sum", include_last_offset=True)
         self.over = nn.Linear(3 * DIM, 1)

@@ -21,7 +21,7 @@ from benchmarks.run import BENCHMARKS, RESUMABLE, run
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
 
-FAST = ("transformer",)  # and linear, in test_harness.py
+FAST = ("linear", "transformer")
 FEW = Settings(plan=Plan(warmup=1, min_rounds=2, max_rounds=2), memory=False)
 SMALL = LookupCase(rows=(1009, 53), dim=8, order=3, rank=4, batch=16, bag=3, providers=(*ON_CPU, TT))
 
@@ -33,6 +33,9 @@ def test_a_quick_run_yields_rows(name: str, tmp_path: Path) -> None:
     CliRunner().invoke(run, arguments, standalone_mode=False, catch_exceptions=False)
     rows = read_rows(file)
     assert {row.op for row in rows} == {name}
+    if name == "linear":
+        made = {(row.provider, row.pass_) for row in rows}
+        assert made == {(provider, pass_) for provider in ("nn.Linear", "TTLinear") for pass_ in ("forward", "forward+backward")}
     if name in RESUMABLE:  # finished runs aren't repeated
         CliRunner().invoke(run, arguments, standalone_mode=False, catch_exceptions=False)
         assert read_rows(file) == rows

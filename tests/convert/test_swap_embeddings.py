@@ -74,14 +74,10 @@ def test_the_padding_row_is_zero_and_learns_nothing() -> None:
         cr.TTEmbedding.from_dense(used, tt_ranks=4)
 
 
-def test_random_tables_have_the_spread_of_the_layers_and_share_a_budget() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"a": nn.Embedding(5000, 32), "b": nn.EmbeddingBag(20_000, 32)})
-    nn.init.normal_(model["a"].weight, std=0.02)
-    cr.compress_(model, tables=cr.TableCompression(compression=20, min_rows=100))
-    assert model["a"].dense_matrix().std().item() == pytest.approx(0.02, rel=0.3)
-    assert model["b"].dense_matrix().std().item() == pytest.approx(1, rel=0.3)
-    assert 20 <= cr.compression_report(model).ratio < 25
+def test_random_tables_have_the_spread_of_the_layers() -> None:
+    model = nn.Sequential(nn.Embedding(5000, 32))
+    nn.init.normal_(model[0].weight, std=0.02)
+    assert cr.compress_(model, tables=CONFIG)[0].dense_matrix().std().item() == pytest.approx(0.02, rel=0.3)
     with torch.device("meta"):
         unmade = nn.Sequential(nn.Embedding(5000, 32))
     assert cr.compress_(unmade, tables=CONFIG)[0].core_0.is_meta

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from foreign_programs import PROGRAMS, SAMPLES, batch
@@ -27,7 +29,11 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in state.items()}
 
 
-def train_sharded(rank: int, name: str) -> list[dict[str, Tensor]]:
+def train_sharded(rank: int, names: list[str]) -> list[list[dict[str, Tensor]]]:
+    return [train_one(rank, name) for name in names]
+
+
+def train_one(rank: int, name: str) -> list[dict[str, Tensor]]:
     """Return values before the first step and after each."""
     torch.manual_seed(rank)
     program = PROGRAMS[name]
@@ -60,15 +66,17 @@ def train_unsharded(name: str, world: int, start: dict[str, Tensor]) -> list[dic
     return values
 
 
-@pytest.mark.parametrize(("name", "world"), [("dlrm", 1), *((name, 2) for name, program in PROGRAMS.items() if program.is_sharded)])
-def test_every_step_moves_the_tables_as_without_sharding(name: str, world: int) -> None:
-    results = run(world, train_sharded, name)
-    sharded = [{key: value for values in results for key, value in values[step].items()} for step in range(STEPS + 1)]
-    expected = train_unsharded(name, world, sharded[0])
-    tables = [key for key in expected[0] if ".tt_bags." in key]
-    assert tables
-    for step in range(STEPS):
-        for key in tables:
+NAMES = {1: ["dlrm"], 2: [name for name, program in PROGRAMS.items() if program.is_sharded]}  # by number of processes
+
+
+@pytest.mark.parametrize("world", NAMES)
+def test_every_step_moves_the_tables_as_without_sharding(world: int) -> None:
+    for name, *results in zip(NAMES[world], *run(world, train_sharded, NAMES[world]), strict=True):
+        sharded = [{key: value for values in results for key, value in values[step].items()} for step in range(STEPS + 1)]
+        expected = train_unsharded(name, world, sharded[0])
+        tables = [key for key in expected[0] if ".tt_bags." in key]
+        assert tables
+        for step, key in product(range(STEPS), tables):
             movement, wanted = (values[step + 1][key] - values[step][key] for values in (sharded, expected))
             assert wanted.any(), key
-            torch.testing.assert_close(movement, wanted, atol=1e-5, rtol=1e-3, msg=f"{key} in step {step}")
+            torch.testing.assert_close(movement, wanted, atol=1e-5, rtol=1e-3, msg=f"{name}: {key} in step {step}")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchrec.optim
-from in_backward import _apply_optimizer_in_backward
+from in_backward import _apply_optimizer_in_backward, _get_in_backward_optimizers
 from sharding import shard
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
@@ -33,6 +33,8 @@ OPTIMIZERS = {
     "TorchRec's SGD": (torchrec.optim.SGD, {"lr": 0.5}),
 }
 KINDS = ("table_wise", "row_wise", "data_parallel")
+# All on the meta device, where values are drawn after sharding; one also on CPU.
+CASES = [(kind, "meta", name) for kind in KINDS for name in OPTIMIZERS] + [(kind, "cpu", "RowWiseAdagrad") for kind in KINDS]
 CONFIG = cr.TableCompression(tt_ranks=2, min_rows=0)
 
 
@@ -78,8 +80,8 @@ def train(model: nn.Module, steps: int, processes: list[int]) -> list[Tensor]:
     return rows
 
 
-def train_sharded(rank: int, collection: str, kind: str) -> dict[tuple[str, str], Any]:
-    return {(device, name): train_with(rank, collection, kind, device, name) for device in ("meta", "cpu") for name in OPTIMIZERS}
+def train_sharded(rank: int, collection: str) -> list[Any]:
+    return [train_with(rank, collection, *case) for case in CASES]
 
 
 def train_with(
@@ -88,7 +90,10 @@ def train_with(
     """Return the state dict from which training starts, all rows after each step, and those around a step whose rate is zero."""
     model: Any = Model(collection, device)
     torch.manual_seed(rank)
-    _apply_optimizer_in_backward(OPTIMIZERS[optimizer][0], model.parameters(), dict(OPTIMIZERS[optimizer][1]))
+    kind_of_optimizer, settings = OPTIMIZERS[optimizer]
+    _apply_optimizer_in_backward(kind_of_optimizer, model.parameters(), settings | ({"lr": 1.0} if device == "cpu" else {}))
+    for each in _get_in_backward_optimizers(model) if device == "cpu" else ():  # as a schedule does, before sharding
+        each.param_groups[0]["lr"] = settings["lr"]
     model = shard(model, {"t": kind})
     assert not dict(in_backward_optimizer_filter(model.named_parameters())), "no parameter is left to another optimizer"
     start = whole_state(model)
@@ -105,20 +110,17 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("collection", ["bags", "sequences"])
-def test_tables_move_as_unsharded_ones_do(collection: str, kind: str) -> None:
-    processes = run(2, train_sharded, collection, kind)
-    for case in processes[0]:
-        results = [found[case] for found in processes]
+def test_tables_move_as_unsharded_ones_do(collection: str) -> None:
+    for case, *results in zip(CASES, *run(2, train_sharded, collection), strict=True):
         model = Model(collection, "cpu")
         model.load_state_dict({name: value for state, _, _ in results for name, value in state.items()})
-        optimizer, settings = OPTIMIZERS[case[1]]
+        optimizer, settings = OPTIMIZERS[case[2]]
         _apply_optimizer_in_backward(getattr(torch.optim, optimizer.__name__, optimizer), model.parameters(), settings)
         expected = train(model, 3, [0, 1])
         for _, rows, frozen in results:
             for step in range(3):
-                torch.testing.assert_close(rows[step + 1], expected[step + 1], atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(rows[step + 1], expected[step + 1], atol=1e-5, rtol=1e-4, msg=f"{case} in step {step}")
                 assert (rows[step + 1] - rows[step]).abs().max() > 1e-3
             assert torch.equal(*frozen), case
 
@@ -130,54 +132,62 @@ def with_adam(rank: int, kind: str) -> DistributedModelParallel:
     return shard(model, {"t": kind})
 
 
-def save(rank: int, kind: str, folder: str) -> list[Tensor]:
-    model = with_adam(rank, kind)
-    train(model, 2, [rank])
-    dcp.save({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=folder)
-    return train(model, 1, [rank])
+def save(rank: int, folder: str) -> list[list[Tensor]]:
+    results = []
+    for kind in ("row_wise", "table_wise"):
+        model = with_adam(rank, kind)
+        train(model, 2, [rank])
+        dcp.save({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=f"{folder}/{kind}")
+        results.append(train(model, 1, [rank]))
+    return results
 
 
-def load(rank: int, kind: str, folder: str) -> list[Tensor]:
-    model = with_adam(rank + 7, kind)
-    state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    model.fused_optimizer.load_state_dict(state["optimizer"])
-    return train(model, 1, [rank] if dist.get_world_size() == 2 else [0, 1])
+def load(rank: int, kinds: tuple[str, str], folder: str) -> list[list[Tensor]]:
+    """Load both checkpoints into tables sharded in other ways, and take a step."""
+    results = []
+    for kind, saved_kind in zip(kinds, ("row_wise", "table_wise"), strict=True):
+        model = with_adam(rank + 7, kind)
+        state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/{saved_kind}")
+        model.load_state_dict(state["model"])
+        model.fused_optimizer.load_state_dict(state["optimizer"])
+        results.append(train(model, 1, [rank] if dist.get_world_size() == 2 else [0, 1]))
+    return results
 
 
-@pytest.mark.parametrize(
-    ("kind", "others"), [("row_wise", ("table_wise", "row_wise")), ("table_wise", ("row_wise", "data_parallel"))]
-)
-def test_state_is_saved_and_loaded_on_any_number_of_processes(kind: str, others: tuple[str, ...], tmp_path: Path) -> None:
-    (before, after), _ = run(2, save, kind, str(tmp_path))
-    for world, other in zip((2, 1), others, strict=True):
-        for found in run(world, load, other, str(tmp_path)):
-            torch.testing.assert_close(found[0], before, atol=1e-6, rtol=0)
-            torch.testing.assert_close(found[1], after, atol=1e-5, rtol=1e-4)
+def test_state_is_saved_and_loaded_on_any_number_of_processes(tmp_path: Path) -> None:
+    expected = run(2, save, str(tmp_path))[0]
+    for world, kinds in ((2, ("table_wise", "row_wise")), (1, ("row_wise", "data_parallel"))):
+        for results in run(world, load, kinds, str(tmp_path)):
+            for found, (before, after) in zip(results, expected, strict=True):
+                torch.testing.assert_close(found[0], before, atol=1e-6, rtol=0)
+                torch.testing.assert_close(found[1], after, atol=1e-5, rtol=1e-4)
 
 
-def truncate(rank: int, kind: str) -> Tensor:
-    model = with_adam(rank, kind)
-    train(model, 1, [rank])
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, cr.TTEmbeddingBag):
-                module.rank_1[1:] = 0.0
-    assert not optimizer_state(model.module, model.fused_optimizer)
-    truncate_ranks_(model, model.fused_optimizer, threshold=1e-3)
-    rewrap_data_parallel_(model)
-    before, after = train(model, 1, [rank])
-    shapes = {tuple(value.shape) for value in model.fused_optimizer.state.values() for value in [value["exp_avg"]]}
-    assert shapes == {tuple(getattr(value, "shape", ())) for value in model.state_dict().values()}
-    return after - before
+def truncate(rank: int) -> list[Tensor]:
+    """Return how the rows of a table move in a step after a truncation, for each sharding type."""
+    movements = []
+    for kind in KINDS:
+        model = with_adam(rank, kind)
+        train(model, 1, [rank])
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, cr.TTEmbeddingBag):
+                    module.rank_1[1:] = 0.0
+        assert not optimizer_state(model.module, model.fused_optimizer)
+        truncate_ranks_(model, model.fused_optimizer, threshold=1e-3)
+        rewrap_data_parallel_(model)
+        before, after = train(model, 1, [rank])
+        shapes = {tuple(value["exp_avg"].shape) for value in model.fused_optimizer.state.values()}
+        assert shapes == {tuple(getattr(value, "shape", ())) for value in model.state_dict().values()}
+        movements.append(after - before)
+    return movements
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tables_learn_after_their_ranks_were_truncated(kind: str) -> None:
-    first, second = run(2, truncate, kind)
-    assert first.abs().max() > 1e-3
-    torch.testing.assert_close(first, second)
+def test_tables_learn_after_their_ranks_were_truncated() -> None:
+    for first, second in zip(*run(2, truncate), strict=True):
+        assert first.abs().max() > 1e-3
+        torch.testing.assert_close(first, second)
 
 
 def refused(rank: int) -> list[str]:

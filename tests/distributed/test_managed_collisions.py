@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from in_backward import _apply_optimizer_in_backward
+from managed import managed_collisions
 from sharding import shard
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, PoolingType
@@ -17,7 +18,6 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 
 import comera_rec as cr
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
@@ -58,17 +58,7 @@ class Model(nn.Module):
             kept = EmbeddingBagCollection([config.dense() for config in configs])
         self.sparse: nn.Module = kept
         if managed:
-            modules = {
-                config.name: MCHManagedCollisionModule(
-                    zch_size=config.num_embeddings,
-                    device=torch.device("cpu"),
-                    eviction_interval=2,
-                    eviction_policy=DistanceLFU_EvictionPolicy(),
-                    buckets=1 if case.is_tt else 2,
-                )
-                for config in configs
-            }
-            collisions = ManagedCollisionCollection(modules, kept.embedding_bag_configs())
+            collisions = managed_collisions(kept.embedding_bag_configs(), interval=2, buckets=1 if case.is_tt else 2)
             self.sparse = ManagedCollisionEmbeddingBagCollection(kept, collisions, return_remapped_features=not case.varies)
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Any]:
@@ -138,14 +128,6 @@ def test_ids_are_those_of_dense_tables_and_losses_those_of_one_process_with_thes
     expected_losses, _ = train(Model(Case(), managed=False), numbered, 1)
     found = torch.tensor([losses for losses, _ in results]).sum(0)
     torch.testing.assert_close(found, torch.tensor(expected_losses), atol=1e-5, rtol=0)
-
-
-def test_one_process_that_is_not_sharded_numbers_ids_as_for_dense_tables() -> None:
-    batches = [batch(step, 0, Case()) for step in range(STEPS)]
-    losses, ids = train(Model(Case()), batches, 1)
-    _, dense_ids = train(Model(Case(is_tt=False)), batches, 1)
-    assert all(torch.equal(found.values(), expected.values()) for found, expected in zip(ids, dense_ids, strict=True))
-    assert train(Model(Case(), managed=False), ids, 1)[0] == pytest.approx(losses)
 
 
 def score_both_forms(process_rank: int) -> tuple[Tensor, Tensor]:

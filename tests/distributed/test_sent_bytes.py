@@ -75,29 +75,35 @@ def counted(model: DistributedModelParallel) -> Iterator[Counter[str]]:
         yield sent
 
 
-def sent_in_a_step(rank: int, kind: str) -> Counter[str]:
+KINDS = ("data_parallel", "table_wise", "row_wise")
+
+
+def sent_in_a_step(rank: int) -> list[Counter[str]]:
+    """Count what a process sends, for each sharding type."""
     table = cr.TTEmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"], shape=SHAPE)
-    sharded = shard(Values(cr.TTEmbeddingBagCollection([table])), {"t": kind}, batch=BATCH)
-    features = KeyedJaggedTensor(["f"], torch.randint(ROWS, (BATCH,)), lengths=torch.ones(BATCH, dtype=torch.int64))
-    with counted(sharded) as sent:
-        sharded(features).sum().backward()
-    return Counter(sent)
+    features, counts = KeyedJaggedTensor(["f"], torch.randint(ROWS, (BATCH,)), lengths=torch.ones(BATCH, dtype=torch.int64)), []
+    for kind in KINDS:
+        sharded = shard(Values(cr.TTEmbeddingBagCollection([table])), {"t": kind}, batch=BATCH)
+        with counted(sharded) as sent:
+            sharded(features).sum().backward()
+        counts.append(Counter(sent))
+    return counts
 
 
-@pytest.mark.parametrize("kind", ["data_parallel", "table_wise", "row_wise"])
-def test_counted_bytes_agree_with_the_planners_in_every_collective(kind: str) -> None:
+def expected(kind: str) -> dict[str, float]:
     counts = count_bytes(kind, SHAPE, DIM, 1, BATCH, BATCH, WORLD)
-    expected = {
-        "data_parallel": {"all-reduce": counts["gradients"]},
-        # The owner alone sends bags, and the others alone send their gradients.
-        "table_wise": {"all-to-all": counts["ids"] + 2 * counts["bags"] / WORLD},
-        "row_wise": {
-            "all-to-all": counts["ids"], "reduce-scatter": counts["bags"], "all-gather": counts["bags"],
-            "all-reduce": counts["gradients"],
-        },
-    }[kind]  # fmt: skip
-    total = sum(run(WORLD, sent_in_a_step, kind), Counter())
-    assert set(total) <= {*expected, "all-to-all"}
-    for collective, size in expected.items():
-        # Besides these, processes send each other sizes.
-        assert total[collective] / WORLD == pytest.approx(size, rel=0.01, abs=200), collective
+    if kind == "data_parallel":
+        return {"all-reduce": counts["gradients"]}
+    if kind == "table_wise":  # the owner alone sends bags, and the others alone send their gradients
+        return {"all-to-all": counts["ids"] + 2 * counts["bags"] / WORLD}
+    bags = {"reduce-scatter": counts["bags"], "all-gather": counts["bags"]}
+    return {"all-to-all": counts["ids"], "all-reduce": counts["gradients"], **bags}
+
+
+def test_counted_bytes_agree_with_the_planners_in_every_collective() -> None:
+    for kind, *of_processes in zip(KINDS, *run(WORLD, sent_in_a_step), strict=True):
+        total = sum(of_processes, Counter())
+        assert set(total) <= {*expected(kind), "all-to-all"}
+        for collective, size in expected(kind).items():
+            # Besides these, processes send each other sizes.
+            assert total[collective] / WORLD == pytest.approx(size, rel=0.01, abs=200), (kind, collective)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,13 +45,15 @@ class Case:
 
     kinds: tuple[str, ...]
     weighted: bool = False
+    varies: bool = False  # batch sizes by feature; without dense tables, only in the second step
+    dense: bool = True  # tables beside TT tables
     truncates: bool = False  # ranks, after the first step
     objective: str | None = None  # of the rank scheduler, if any
     spare: int = 0  # processes at the end that don't take part; TorchRec's dense tables use global process ranks
 
 
-def tables(weighted: bool) -> list[Table]:
-    return [
+def tables(case: Case) -> list[Table]:
+    made = [
         # Hot rows in the shards of several processes; the second block spans two.
         Table(
             name="two",
@@ -71,16 +74,17 @@ def tables(weighted: bool) -> list[Table]:
             embedding_dim=32,
             feature_names=["mean", "shared"],
             shape=cr.TTShape((8, 12, 10), (4, 2, 4), (3, 3)),
-            pooling=PoolingType.SUM if weighted else PoolingType.MEAN,
+            pooling=PoolingType.SUM if case.weighted else PoolingType.MEAN,
         ),
     ]
+    return made if case.dense else [each for each in made if each.name not in ("first", "small")]
 
 
 class Model(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.bags = TTEmbeddingBagCollection(tables(case.weighted), case.weighted)
+        self.bags = TTEmbeddingBagCollection(tables(case), case.weighted)
         self.bags.tt_bag("two").set_row_order_(torch.randperm(1000))
         self.bags.tt_bag("average").set_row_order_(torch.randperm(900))
         self.over = nn.Linear(sum(each.embedding_dim * len(each.feature_names) for each in self.bags.embedding_bag_configs()), 3)
@@ -92,11 +96,17 @@ class Model(nn.Module):
         return logits.square().mean(), logits
 
 
-def global_batch(step: int, samples: int, weighted: bool) -> list[KeyedJaggedTensor]:
-    """One KeyedJaggedTensor per sample, with bags of any length; "left" is empty in the first sample, "right" in all of step 1."""
+def global_batch(step: int, samples: int, case: Case) -> list[KeyedJaggedTensor]:
+    """One KeyedJaggedTensor per sample, with bags of any length; "left" is empty in the first sample, "right" in all of step 1.
+
+    Where batch sizes vary, every other sample repeats the one before.
+    """
     generator = torch.Generator().manual_seed(step)
     batch = []
     for sample in range(samples):
+        if case.varies and sample % 2:
+            batch.append(batch[-1])
+            continue
         lengths = torch.randint(0, 4, (len(FEATURES),), generator=generator)
         if not sample:
             lengths[1] = 0
@@ -104,7 +114,7 @@ def global_batch(step: int, samples: int, weighted: bool) -> list[KeyedJaggedTen
             lengths[2] = 0
         limits = torch.tensor([900, 1000, 700, 900, 20]).repeat_interleave(lengths)
         values = (torch.rand(len(limits), generator=generator) * limits).long()
-        weights = torch.rand(len(limits), generator=generator) if weighted else None
+        weights = torch.rand(len(limits), generator=generator) if case.weighted else None
         batch.append(KeyedJaggedTensor(FEATURES, values, weights, lengths=lengths))
     return batch
 
@@ -116,16 +126,40 @@ def joined(samples: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(FEATURES, torch.cat([bag.values() for bag in bags]), weights, lengths=lengths.flatten())
 
 
+def without_repeats(samples: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Join samples, giving each feature's different bags once, and by inverse indices which of them each sample has."""
+    bags, indices = [], []
+    for key in FEATURES:
+        different: dict[tuple, int] = {}
+        of_samples = []
+        for sample in samples:
+            bag = sample[key]
+            weights = bag.weights_or_none()
+            content = (*bag.values().tolist(), *([] if weights is None else weights.tolist()))
+            if content not in different:
+                bags.append(bag)
+            of_samples.append(different.setdefault(content, len(different)))
+        indices.append(of_samples)
+    weights = None if samples[0].weights_or_none() is None else torch.cat([bag.weights() for bag in bags])
+    return KeyedJaggedTensor(
+        FEATURES, torch.cat([bag.values() for bag in bags]), weights, lengths=torch.cat([bag.lengths() for bag in bags]),
+        stride_per_key_per_rank=[[max(of_samples) + 1] for of_samples in indices],
+        inverse_indices=(FEATURES, torch.tensor(indices)),
+    )  # fmt: skip
+
+
 def share(step: int, rank: int, case: Case, world: int) -> KeyedJaggedTensor:
     sizes = SIZES[:world]
     first = sum(sizes[:rank])
-    return joined(global_batch(step, sum(sizes), case.weighted)[first : first + sizes[rank]])
+    varies = case.varies and (case.dense or step == 1)
+    return (without_repeats if varies else joined)(global_batch(step, sum(sizes), case)[first : first + sizes[rank]])
 
 
 def sharded(case: Case, group: dist.ProcessGroup | None = None) -> DistributedModelParallel:
     kinds = dict(zip(("two", "three", "average"), case.kinds * 3, strict=False))
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
-    return shard(Model(case), {**kinds, "first": "table_wise", "small": "table_wise"}, fused=fused, group=group)
+    dense = {"first": "table_wise", "small": "table_wise"} if case.dense else {}
+    return shard(Model(case), {**kinds, **dense}, fused=fused, group=group)
 
 
 def weaken_(model: nn.Module) -> None:
@@ -184,46 +218,65 @@ def train(model: nn.Module, case: Case, world: int, share_of: Callable[[int], Ke
     return {**outcome, "losses": torch.stack(losses), "logits": logits.detach()}
 
 
-def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
-    group = dist.new_group(list(range(dist.get_world_size() - case.spare)))
-    if rank >= dist.get_world_size() - case.spare:
-        return {}
-    torch.manual_seed(rank)
-    model = sharded(case, group)
-    assert isinstance(model.module.bags, ShardedTTEmbeddingBagCollection)
-    return train(model, case, group.size(), lambda step: share(step, rank, case, group.size()))
+def train_sharded(rank: int, cases: list[Case]) -> list[dict[str, Tensor]]:
+    outcomes = []
+    for case in cases:
+        group = dist.new_group(list(range(dist.get_world_size() - case.spare)))
+        if rank >= dist.get_world_size() - case.spare:
+            continue
+        torch.manual_seed(rank)
+        model = sharded(case, group)
+        assert isinstance(model.module.bags, ShardedTTEmbeddingBagCollection)
+        share_of = partial(share, rank=rank, case=case, world=group.size())
+        outcomes.append(train(model, case, group.size(), share_of))
+    return outcomes
 
 
 def train_single(case: Case, world: int) -> dict[str, Tensor]:
-    return train(Model(case), case, world, lambda step: joined(global_batch(step, sum(SIZES[:world]), case.weighted)))
+    return train(Model(case), case, world, lambda step: joined(global_batch(step, sum(SIZES[:world]), case)))
 
 
-@pytest.mark.parametrize(
-    ("world", "case"),
-    [
-        *((world, Case((kind,), weighted)) for world, weighted in ((2, True), (4, False)) for kind in KINDS),
-        (2, Case(("row_wise", "table_wise", "data_parallel"))),
-        (4, Case(("table_wise", "data_parallel", "row_wise"))),
-        (2, Case(("row_wise", "table_wise", "data_parallel"), truncates=True)),
-        *((2, Case(("row_wise", "table_wise", "data_parallel"), objective=name)) for name in ("budget", "achievement")),
-        *((4, Case(("table_wise",), objective=name)) for name in ("budget", "achievement")),  # one process has no TT table
-        (2, Case(("row_wise", "table_wise", "data_parallel"), spare=1)),
+MIXED = ("row_wise", "table_wise", "data_parallel")
+CASES = {  # of each number of processes
+    2: [
+        *(Case((kind,), weighted=True) for kind in KINDS),
+        *(Case((kind,), varies=True, dense=dense) for kind in KINDS for dense in (True, False)),
+        Case(MIXED, weighted=True, varies=True),
+        Case(MIXED),
+        Case(MIXED, truncates=True),
+        *(Case(MIXED, objective=name) for name in ("budget", "achievement")),
     ],
-    ids=str,
-)
-def test_losses_gradients_and_parameters_are_those_of_one_process(world: int, case: Case) -> None:
-    expected = train_single(case, world)
-    results = run(world + case.spare, train_sharded, case)[:world]
-    torch.testing.assert_close(torch.cat([result.pop("logits") for result in results]), expected.pop("logits"), atol=1e-5, rtol=0)
+    3: [Case(MIXED, spare=1)],
+    4: [
+        *(Case((kind,)) for kind in KINDS),
+        Case(("table_wise", "data_parallel", "row_wise")),
+        *(Case(("table_wise",), objective=name) for name in ("budget", "achievement")),  # one process has no TT table
+    ],
+}
+
+
+@pytest.mark.parametrize("processes", CASES)
+def test_losses_gradients_and_parameters_are_those_of_one_process(processes: int) -> None:
+    of_processes = run(processes, train_sharded, CASES[processes])
+    for number, case in enumerate(CASES[processes]):
+        world = processes - case.spare
+        compare([outcomes[number] for outcomes in of_processes[:world]], train_single(case, world), case)
+
+
+def compare(results: list[dict[str, Tensor]], expected: dict[str, Tensor], case: Case) -> None:
+    """Compare what each process has with what one process has."""
+    logits = torch.cat([result.pop("logits") for result in results])
+    torch.testing.assert_close(logits, expected.pop("logits"), atol=1e-5, rtol=0, msg=lambda error: f"{case}: {error}")
     mean = torch.stack([result.pop("losses") for result in results]).mean(dim=0)
-    torch.testing.assert_close(mean, expected.pop("losses"), atol=1e-5, rtol=0)
+    torch.testing.assert_close(mean, expected.pop("losses"), atol=1e-5, rtol=0, msg=lambda error: f"{case}: {error}")
     for name, value in expected.items():
         parts = [result[name] for result in results if name in result]
         assert parts, f"nobody holds {name}"
         # A divided core is joined; replicas must all be correct.
         shards = [torch.cat(parts, dim=1)] if parts[0].shape != value.shape else parts
         for whole in shards:
-            torch.testing.assert_close(whole, value, atol=1e-5, rtol=1e-6, msg=lambda error, name=name: f"{name}: {error}")
+            message = lambda error, name=name: f"{case}, {name}: {error}"  # noqa: E731
+            torch.testing.assert_close(whole, value, atol=1e-5, rtol=1e-6, msg=message)
 
 
 def save(rank: int, case: Case, folder: str) -> Tensor:
@@ -233,7 +286,7 @@ def save(rank: int, case: Case, folder: str) -> Tensor:
         for parameter in model.module.bags.tt_bags.parameters():
             parameter.mul_(1.5)
     dcp.save(model.state_dict(), checkpoint_id=folder)
-    return model(joined(global_batch(0, 4, False)))[1].detach()
+    return model(joined(global_batch(0, 4, case)))[1].detach()
 
 
 def load(rank: int, case: Case, folder: str) -> Tensor:
@@ -241,11 +294,11 @@ def load(rank: int, case: Case, folder: str) -> Tensor:
     state = model.state_dict()
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state)
-    return model(joined(global_batch(0, 4, False)))[1].detach()
+    return model(joined(global_batch(0, 4, case)))[1].detach()
 
 
 def test_a_checkpoint_of_four_processes_loads_on_two_on_one_and_dense(tmp_path: Path) -> None:
-    case = Case(("row_wise", "table_wise", "data_parallel"))
+    case = Case(MIXED)
     expected = run(4, save, case, str(tmp_path))[0]
     for loaded in run(2, load, Case(("table_wise", "row_wise", "row_wise")), str(tmp_path)):
         assert torch.allclose(loaded, expected, atol=1e-6)
@@ -253,7 +306,7 @@ def test_a_checkpoint_of_four_processes_loads_on_two_on_one_and_dense(tmp_path: 
     state = single.state_dict()
     dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
     single.load_state_dict(state)
-    batch = joined(global_batch(0, 4, False))
+    batch = joined(global_batch(0, 4, case))
     assert torch.allclose(single(batch)[1], expected, atol=1e-6)
     assert torch.allclose(cr.export_dense(single)(batch)[1], expected, atol=1e-4)
 
@@ -269,7 +322,7 @@ def momenta(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tensor:
 def step_with_adam(model: nn.Module, step: int) -> torch.optim.Optimizer:
     inner = getattr(model, "module", model)
     optimizer = torch.optim.Adam([p for n, p in inner.named_parameters() if "dense_bags" not in n], lr=LR)
-    model(joined(global_batch(step, 4, False)))[0].backward()
+    model(joined(global_batch(step, 4, Case(()))))[0].backward()
     optimizer.step()
     return optimizer
 
@@ -295,8 +348,7 @@ def test_momenta_of_divided_cores_are_saved_by_all_and_loaded_on_any_number_of_p
     saved = run(2, save_optimizer, case, str(tmp_path))
     expected = torch.cat(saved, dim=1)
     assert not torch.equal(*(each[:, : saved[1].shape[1]] for each in saved))
-    for world in (2, 4):
-        assert torch.equal(torch.cat(run(world, load_optimizer, case, str(tmp_path)), dim=1), expected)
+    assert torch.equal(torch.cat(run(4, load_optimizer, case, str(tmp_path)), dim=1), expected)
     single = Model(case)
     optimizer = step_with_adam(single, 7)
     state = {"optimizer": optimizer_state(single, optimizer)}
@@ -312,17 +364,22 @@ def test_momenta_of_divided_cores_are_saved_by_all_and_loaded_on_any_number_of_p
         load_optimizer_state_(single, fresh, state["optimizer"])
 
 
+STRIDES = [[1], [0], [0], [0], [0]]
+
+
 def mistakes(rank: int) -> list[str]:
     """Return errors of bad batches, and which parameters of the shard of a frozen table are trained."""
     bag = cr.TTEmbeddingBag(100, 8, tt_ranks=2, hot_rows=((4, 2),), include_last_offset=True).requires_grad_(False)
     shard = RowShard(bag, dist.distributed_c10d._get_default_group(), torch.device("cpu"))
     assert not any(parameter.requires_grad for parameter in shard.parameters())
-    model, messages = sharded(Case(("row_wise", "table_wise", "data_parallel"))), []
+    model, messages = sharded(Case(MIXED)), []
     for keys, key, bad in ((FEATURES, "left", 1000), (FEATURES, "right", 700), (FEATURES, "mean", -1), (FEATURES[:2], "left", 1)):
         lengths = torch.tensor([int(name == key) for name in keys])
         with pytest.raises(ValueError, match="table") as error:
             model(KeyedJaggedTensor(keys, torch.tensor([bad]), lengths=lengths))
         messages.append(str(error.value).split(":")[0])
+    with pytest.raises(ValueError, match="features have different batch sizes: give the KeyedJaggedTensor inverse indices, or"):
+        model(KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), lengths=torch.tensor([5]), stride_per_key_per_rank=STRIDES))
     return messages
 
 

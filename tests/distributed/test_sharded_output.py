@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -63,34 +65,38 @@ def by_hand(model: Model, generator: Any) -> ShardingPlan:
     return ShardingPlan({"bags": construct_module_sharding_plan(model.bags, {"products": generator}, sharder, 2, 2, "cpu")})
 
 
-def train_by_hand(rank: int, kind: str) -> dict[str, Tensor]:
-    model = Model()
+def train_by_hand(rank: int) -> list[dict[str, Tensor]]:
     sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder()]
-    return train(DistributedModelParallel(model, plan=by_hand(model, BY_HAND[kind]), sharders=sharders), [rank])
+    models = [Model() for _ in BY_HAND]
+    plans = map(by_hand, models, BY_HAND.values())
+    return [
+        train(DistributedModelParallel(model, plan=plan, sharders=sharders), [rank])
+        for model, plan in zip(models, plans, strict=True)
+    ]
 
 
-def names_and_order(rank: int, kind: str) -> None:
-    model: Any = nn.ModuleDict({"bags": Model().bags})
-    tables = [*model["bags"].embedding_bag_configs(), EmbeddingBagConfig(name="small", num_embeddings=9, embedding_dim=8)]
-    model["bags"] = cr.TTEmbeddingBagCollection(tables)
-    names = list(model.state_dict())
+def test_gradients_are_those_of_one_process() -> None:
+    expected = train(Model(), [0, 1])
+    for kind, *results in zip(BY_HAND, *run(2, train_by_hand), strict=True):
+        for name, value in expected.items():
+            parts = [result[name] for result in results if name in result]
+            for part in parts if parts[0].shape == value.shape else [torch.cat(parts, dim=1)]:
+                message = lambda error, kind=kind, name=name: f"{kind}, {name}: {error}"  # noqa: E731
+                torch.testing.assert_close(part, value, atol=1e-5, rtol=1e-5, msg=message)
+
+
+def names_and_order(rank: int) -> None:
     sharder: Any = cr.TTEmbeddingBagCollectionSharder()
-    shard(model["bags"], {"products": BY_HAND[kind], "small": table_wise(rank=0)}, sharder=sharder)
-    assert list(model.state_dict()) == names
+    for kind in ("data_parallel", "row_wise"):
+        small = EmbeddingBagConfig(name="small", num_embeddings=9, embedding_dim=8)
+        model: Any = nn.ModuleDict({"bags": cr.TTEmbeddingBagCollection([*Model().bags.embedding_bag_configs(), small])})
+        names = list(model.state_dict())
+        shard(model["bags"], {"products": BY_HAND[kind], "small": table_wise(rank=0)}, sharder=sharder)
+        assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("kind", ["data_parallel", "row_wise"])
-def test_torchrecs_composable_sharding_keeps_names_and_their_order(kind: str) -> None:
-    run(2, names_and_order, kind)
-
-
-@pytest.mark.parametrize("kind", BY_HAND)
-def test_gradients_are_those_of_one_process(kind: str) -> None:
-    expected, results = train(Model(), [0, 1]), run(2, train_by_hand, kind)
-    for name, value in expected.items():
-        parts = [result[name] for result in results if name in result]
-        for part in parts if parts[0].shape == value.shape else [torch.cat(parts, dim=1)]:
-            torch.testing.assert_close(part, value, atol=1e-5, rtol=1e-5, msg=lambda error, name=name: f"{name}: {error}")
+def test_torchrecs_composable_sharding_keeps_names_and_their_order() -> None:
+    run(2, names_and_order)
 
 
 REFUSED = {
@@ -117,24 +123,29 @@ def test_plans_by_hand_that_tt_tables_cannot_follow_are_refused() -> None:
             assert message.startswith(expected)
 
 
-def output_and_gradient(rank: int, kind: str, is_pooled: bool, precision: CommType) -> Tensor:
+def output_and_gradient(kind: str, is_pooled: bool, precision: CommType) -> Tensor:
     """Return what comes back, with the gradient of the leading core, all in one tensor."""
     model, config = Model(is_pooled), QCommsConfig(forward_precision=precision, backward_precision=precision)
     codecs = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
     sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs))]
     sharded = DistributedModelParallel(model, plan=by_hand(model, BY_HAND[kind]), sharders=sharders)
-    rows = sharded(batch([rank], 0)).values()
+    rows = sharded(batch([dist.get_rank()], 0)).values()
     rows.square().sum().backward()
     gradients = [parameter.grad.flatten() for parameter in sharded.parameters() if parameter.grad is not None]
     return torch.cat([rows.detach().flatten(), *gradients])
 
 
-@pytest.mark.parametrize("is_pooled", [True, False])
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
-def test_what_is_sent_is_quantized_as_the_codecs_say(kind: str, is_pooled: bool) -> None:
-    exact, rounded = (run(2, output_and_gradient, kind, is_pooled, precision) for precision in (CommType.FP32, CommType.FP16))
-    for process in range(2):
-        assert not torch.equal(exact[process][: 8 * SAMPLES], rounded[process][: 8 * SAMPLES])
-        torch.testing.assert_close(rounded[process], exact[process], rtol=1e-2, atol=1e-3)
-    gradients = [torch.cat([each[8 * SAMPLES :] for each in results]) for results in (exact, rounded)]
-    assert not torch.equal(*gradients)
+SENT = list(product(("table_wise", "row_wise"), (True, False)))
+
+
+def exact_and_rounded(rank: int) -> list[tuple[Tensor, Tensor]]:
+    return [(output_and_gradient(*case, CommType.FP32), output_and_gradient(*case, CommType.FP16)) for case in SENT]
+
+
+def test_what_is_sent_is_quantized_as_the_codecs_say() -> None:
+    for case, *processes in zip(SENT, *run(2, exact_and_rounded), strict=True):
+        for exact, rounded in processes:
+            assert not torch.equal(exact[: 8 * SAMPLES], rounded[: 8 * SAMPLES]), case
+            torch.testing.assert_close(rounded, exact, rtol=1e-2, atol=1e-3)
+        gradients = [torch.cat([each[8 * SAMPLES :] for each in of_precision]) for of_precision in zip(*processes, strict=True)]
+        assert not torch.equal(*gradients), case

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from managed import managed_collisions
 from torch import nn
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -17,7 +18,6 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardingEnv2D, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 
 import comera_rec as cr
 from comera_rec.recsys import TTEmbeddingBagCollection
@@ -57,28 +57,20 @@ def test_constraints_hold(kind: str) -> None:
     assert len(placed.ranks) == (1 if kind == "table_wise" else 2)
 
 
-def test_a_sharding_type_that_divides_columns_is_refused() -> None:
+def test_what_is_no_plan_for_tt_tables_is_refused() -> None:
+    users, topology = model(table("users", 1_000_000, 8)), Topology(world_size=2, compute_device="cpu")
+    sharder = cr.TTEmbeddingBagCollectionSharder()
+    stock = EmbeddingShardingPlanner(topology=topology, storage_reservation=FixedPercentageStorageReservation(0.15))
     with pytest.raises(PlannerError, match=r"table 'users': none of the sharding types \['column_wise'\] suits a TT table"):
-        plan(model(table("users", 1_000_000, 8)), users="column_wise")
-
-
-def test_torchrecs_own_planner_is_refused() -> None:
-    topology, reserved = Topology(world_size=2, compute_device="cpu"), FixedPercentageStorageReservation(0.15)
-    planner = EmbeddingShardingPlanner(topology=topology, storage_reservation=reserved)
+        plan(users, users="column_wise")
     with pytest.raises(ValueError, match="make the plan with TTShardingPlanner"):
-        planner.plan(model(table("users", 1_000_000, 8)), [cr.TTEmbeddingBagCollectionSharder()])
-
-
-def test_tt_tables_without_a_sharder_and_other_enumerators_are_refused() -> None:
-    topology = Topology(world_size=2, compute_device="cpu")
+        stock.plan(users, [sharder])
     with pytest.raises(ValueError, match="the TT tables of '0' have no sharder: add TTEmbeddingBagCollectionSharder"):
-        cr.TTShardingPlanner(topology).plan(model(table("users", 1000, 8)), get_default_sharders())
+        cr.TTShardingPlanner(topology).plan(users, get_default_sharders())
     with pytest.raises(ValueError, match="the enumerator knows no TT tables"):
         cr.TTShardingPlanner(topology, enumerator=EmbeddingEnumerator(topology, 8))
-    environment = object.__new__(ShardingEnv2D)
-    [collection] = model(table("users", 1000, 8))
     with pytest.raises(ValueError, match="can't be sharded over groups of processes that are replicas"):
-        cr.TTEmbeddingBagCollectionSharder().shard(collection, {}, environment)
+        sharder.shard(users[0], {}, object.__new__(ShardingEnv2D))
 
 
 def planned(process_rank: int, rows: int) -> str:
@@ -98,10 +90,7 @@ def test_all_processes_get_the_plan_or_the_error() -> None:
 
 def test_managed_collisions_over_tt_tables_need_a_sharder() -> None:
     tables = [table("users", 1000, 8)]
-    ids = MCHManagedCollisionModule(
-        zch_size=1000, device=torch.device("cpu"), eviction_interval=1, eviction_policy=DistanceLFU_EvictionPolicy()
-    )
-    collisions = ManagedCollisionCollection({"users": ids}, tables)
+    collisions = managed_collisions(tables)
     managed = nn.ModuleDict({"sparse": ManagedCollisionEmbeddingBagCollection(TTEmbeddingBagCollection(tables), collisions)})
     with pytest.raises(ValueError, match="sparse is a managed collision module: give TTManagedCollision") as error:
         plan(managed)

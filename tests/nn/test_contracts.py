@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from comera_rec import TTEmbeddingBag, TTShape
 from comera_rec.nn import TiedProjection, TTEmbedding, update_in_backward_
-from comera_rec.ops import interact, plan_lookup, tt_bags
+from comera_rec.ops import plan_lookup, tt_bags
 
 SHAPE = TTShape((7, 9), (4, 4), (5,))
 IDS = torch.arange(8)[:, None]
@@ -148,30 +148,6 @@ def test_dense_copies_of_one_core_own_their_memory() -> None:
         dense = made.to_dense()
         assert dense.weight.data_ptr() != made.core_0.data_ptr()
         assert made.core_0[0, 3].abs().sum() > 0
-
-
-def features() -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(0)
-    wide, rows = torch.randn(4, 10, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
-    return wide, rows, torch.triu_indices(4, 4, 1)
-
-
-def test_second_derivatives_of_interactions_of_views() -> None:
-    wide, rows, pairs = features()
-
-    def penalty(dense: Tensor) -> Tensor:
-        [gradient] = torch.autograd.grad(interact(dense, rows, pairs).square().sum(), rows, create_graph=True)
-        return torch.autograd.grad(gradient.square().sum(), wide)[0]
-
-    torch.testing.assert_close(penalty(wide[:, :5]), penalty(wide[:, :5].contiguous()))
-
-
-def test_interactions_under_torch_func_and_on_the_meta_device() -> None:
-    wide, rows, pairs = features()
-    dense = wide[:, :5].detach()
-    [expected] = torch.autograd.grad(interact(leaf := dense.clone().requires_grad_(), rows, pairs).sum(), leaf)
-    torch.testing.assert_close(torch.func.grad(lambda each: interact(each, rows.detach(), pairs).sum())(dense), expected)
-    assert interact(dense.to("meta"), rows.to("meta"), pairs.to("meta")).shape == (4, 11)
 
 
 def test_plans_whose_products_are_out_of_order_are_refused() -> None:

@@ -13,8 +13,7 @@ from torch import nn
 
 import comera_rec as cr
 from comera_rec import TTEmbedding, TTEmbeddingBag, TTShape
-from comera_rec.convert import fit_tables_
-from comera_rec.nn import HotRows, TTModule, named_tt_modules, update_in_backward_
+from comera_rec.nn import TTModule, update_in_backward_
 from comera_rec.rank import keep_ranks_
 from comera_rec.tt import blocks_params, choose_hot_blocks
 
@@ -58,21 +57,6 @@ def test_tokens_and_the_scores_of_all_tokens() -> None:
         dense, x = embedding.dense_matrix(), torch.randn(2, 5, 12)
         torch.testing.assert_close(embedding(torch.tensor([[0, 9], [99, 5]])), dense[torch.tensor([[0, 9], [99, 5]])])
         torch.testing.assert_close(embedding.logits(x), x @ dense.mT, rtol=1e-4, atol=1e-4)
-
-
-def test_cores_and_hot_rows_are_fitted_together_to_a_dense_table() -> None:
-    torch.manual_seed(0)
-    dense = nn.EmbeddingBag(200, 16, mode="sum")
-    with torch.no_grad():
-        dense.weight[:30] += 3 * torch.randn(30, 2) @ torch.randn(2, 16)
-
-    def error(tt_ranks: int, hot_rows: tuple[tuple[int, int], ...] = ()) -> float:
-        fit_tables_([table := TTEmbeddingBag(200, 16, tt_ranks=tt_ranks, hot_rows=hot_rows)], [dense.weight.detach()])
-        assert table.shape.ranks == (tt_ranks,)
-        return float((table.dense_matrix() - dense.weight).square().sum().detach())
-
-    assert error(tt_ranks=4, hot_rows=((30, 2),)) < 0.7 * error(tt_ranks=5)
-    assert error(tt_ranks=4, hot_rows=((200, 16),)) < 1e-6 * float(dense.weight.square().sum().detach())
 
 
 def test_truncation_narrows_blocks_and_their_optimizer_state() -> None:
@@ -125,15 +109,6 @@ def test_a_state_dict_of_other_widths_is_loaded_and_one_without_hot_rows_refused
     meta = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS, device="meta")
     assert all(parameter.is_meta for parameter in meta.parameters())
     assert torch.equal(copy.deepcopy(table).dense_matrix(), table.dense_matrix())
-
-
-def test_sizes_are_counted_once() -> None:
-    model = nn.Sequential(build())
-    report = cr.compression_report(model)
-    assert report.total("dense_params") == 1200
-    assert report.total("params") == sum(parameter.numel() for parameter in model.parameters())
-    assert {layer.kind for layer in report.layers} == {"table"}
-    assert sum(isinstance(module, HotRows) for _, module in named_tt_modules(model)) == 2
 
 
 @pytest.mark.parametrize("budget", [0, 100, 5_000, 80_000, 200_000, 10**7])

@@ -90,14 +90,6 @@ def test_a_dense_block_equals_torchs(norm_first: bool, causal: bool, padding: st
     torch.testing.assert_close(dense_gradients(block), [p.grad for p in torch_layer.parameters()])
 
 
-def test_dropout_drops_only_in_training() -> None:
-    block = EncoderBlock(16, 4, 24, dropout=0.5)
-    x_BLD = torch.randn(3, 7, 16)
-    assert not torch.equal(block(x_BLD), block(x_BLD))
-    block.eval()
-    assert torch.equal(block(x_BLD), block(x_BLD))
-
-
 def test_padding_does_not_affect_other_positions_and_all_padding_is_finite() -> None:
     attention = tt(MultiheadAttention(16, 4))
     x_BLD = torch.randn(3, 7, 16, requires_grad=True)
@@ -156,15 +148,9 @@ def test_a_tied_projection_is_x_e_transposed_plus_bias(is_tt: bool) -> None:
     tokens = (tt_embedding(90, 16) if is_tt else dense_embedding(90, 16)).double()
     projection = TiedProjection(tokens)
     nn.init.normal_(projection.bias)
-    names = [name for name, _ in projection.named_parameters()]
     matrix = tokens.dense_matrix() if is_tt else tokens.weight
-    x_D = torch.randn(2, 16, dtype=torch.float64, requires_grad=True)
+    x_D = torch.randn(2, 16, dtype=torch.float64)
     torch.testing.assert_close(projection(x_D), x_D @ matrix.mT + projection.bias)
-
-    def output(x: Tensor, *values: Tensor) -> Tensor:
-        return torch.func.functional_call(projection, dict(zip(names, values, strict=True)), (x,))
-
-    assert torch.autograd.gradcheck(output, (x_D, *projection.parameters()), fast_mode=True)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -182,17 +168,3 @@ def test_a_language_model_stores_and_exports_a_tied_table_once(is_tt: bool, tied
     kinds = {layer.name: (layer.kind, layer.format) for layer in report.layers}
     assert kinds["encoder.tokens"] == ("table", "tt" if is_tt else "dense")
     assert kinds["encoder.blocks.1.feed_forward.expand"] == ("linear", "tt" if is_tt else "dense")
-
-
-def test_the_papers_sizes() -> None:
-    """Ranks of section 5.1: attention 12, 30, 30, 30, 12; feed-forward 12, 30, 30, 30, 16 and the reverse."""
-    embedding = partial(TTEmbedding, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32), device="meta")
-    encoder = TransformerEncoder(TransformerConfig(), embedding=embedding)
-    model = compress_(nn.Sequential(encoder, ClassificationHead(768, 2)), linears=LinearCompression(tt_ranks=30, order=6))
-    block = encoder.blocks[0]
-    assert block.attention.query.shape.ranks == (12, 30, 30, 30, 12)
-    assert block.feed_forward.expand.shape == TTShape((12, 8, 8, 1, 1, 1), (1, 1, 1, 12, 16, 16), (12, 30, 30, 30, 16))
-    assert block.feed_forward.contract.shape.ranks == (16, 30, 30, 30, 12)
-    report = compression_report(model)
-    assert report.total("dense_bytes") > 255e6
-    assert report.ratio > 43

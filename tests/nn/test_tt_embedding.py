@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from comera_rec import TTEmbedding, TTEmbeddingBag, TTLinear, TTShape
-from comera_rec.nn.embedding import forming_is_cheaper, logits_path
 
 # Table sizes, modes and ranks: orders 1 to 4, primes whose last rows and columns are padding, rank 1. Some shapes make `logits`
 # start from the left, others from the right.
@@ -65,29 +65,22 @@ def test_padding_has_no_score_in_either_form(size: tuple[int, int, TTShape]) -> 
     torch.testing.assert_close(scores, x @ embedding.to_dense().weight.mT)
 
 
-def test_logits_use_the_path_with_the_fewest_multiply_adds() -> None:
-    paths = {logits_path(shape)[:2] for _, _, shape in SHAPES if shape.order > 1}
-    assert {right_first for _, right_first in paths} == {True, False}
-    shape = TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32)
+def flops_of_logits(embedding: TTEmbedding, tokens: int) -> int:
+    with FlopCounterMode(display=False) as flops, torch.no_grad():
+        embedding.logits(torch.zeros(tokens, embedding.embedding_dim))
+    return int(flops.get_total_flops())
+
+
+def test_scores_take_few_operations_and_a_small_table_is_formed_for_many_tokens() -> None:
+    small = TTEmbedding(4000, 256, shape=TTShape((16, 16, 16), (4, 8, 8), 48))
+    formed, path = 2 * 4096 * 256, 2 * 4 * 48 * 256 * (64 + 16)  # for each token
+    assert flops_of_logits(small, 11) - flops_of_logits(small, 10) == path
+    assert flops_of_logits(small, 101) - flops_of_logits(small, 100) <= formed < path
+    x = torch.randn(100, 256)
+    torch.testing.assert_close(small.logits(x)[:1], small.logits(x[:1]), rtol=1e-4, atol=1e-4)
     # x (16 x 48) by the right part (48 x 32*100), then the left part (320 x 16*32) by that (16*32 x 100)
-    assert logits_path(shape) == (2, True, 16 * 48 * 32 * 100 + 320 * 16 * 32 * 100)
-    assert logits_path(shape)[2] < 32_000 * 768  # fewer than with the dense table
-
-
-def test_a_small_table_is_formed_for_many_tokens() -> None:
-    shape = TTShape((16, 16, 16), (4, 8, 8), 48)
-    path, table = 4 * 48 * 256 * (64 + 16), 4096 * 256
-    forming = 64 * 48 * 128 * 48 + 8192 * 48 * 128
-    assert logits_path(shape)[2] == path
-    assert not forming_is_cheaper(shape, forming // (path - table))
-    assert forming_is_cheaper(shape, forming // (path - table) + 1)
-    assert not forming_is_cheaper(TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32), 10**9), "its cores are cheaper for any batch"
-    torch.manual_seed(0)
-    embedding = TTEmbedding(4000, 256, shape=shape, dtype=torch.float64)
-    x = torch.randn(100, 256, dtype=torch.float64)
-    scores = embedding.logits(x)
-    torch.testing.assert_close(scores, torch.cat([embedding.logits(x[:1]), embedding.logits(x[1:])]))
-    assert scores.shape == (100, 4000)
+    large = TTEmbedding(32_000, 768, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32))
+    assert flops_of_logits(large, 301) - flops_of_logits(large, 300) == 2 * (16 * 48 * 32 * 100 + 320 * 16 * 32 * 100)
 
 
 def test_scores_are_exported_for_any_number_of_tokens() -> None:

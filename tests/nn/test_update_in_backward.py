@@ -14,11 +14,7 @@ import comera_rec as cr
 from comera_rec.nn import update_in_backward_
 from comera_rec.testing import run as run_processes
 
-SHAPES = [
-    cr.TTShape((7, 9), (4, 4), (5,)),
-    cr.TTShape((4, 5, 3), (2, 2, 4), (3, 4)),
-    cr.TTShape((3, 4, 2, 3), (2, 2, 2, 2), (2, 3, 2)),
-]
+SHAPES = [cr.TTShape((7, 9), (4, 4), (5,)), cr.TTShape((4, 5, 3), (2, 2, 4), (3, 4))]
 
 
 def two_tables(shape: cr.TTShape) -> nn.ModuleList:
@@ -33,10 +29,9 @@ def train(model: nn.ModuleList, optimizer: torch.optim.Optimizer, steps: int = 4
         optimizer.step()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"order{shape.order}")
-def test_it_learns_the_same_as_the_optimizers_step(shape: cr.TTShape) -> None:
+def test_it_learns_the_same_as_the_optimizers_step() -> None:
     """For the formulas of all optimizers, see `tests/ops/test_updates.py`."""
-    plain = two_tables(shape)
+    plain = two_tables(SHAPES[1])
     updated = copy.deepcopy(plain)
     optimizers = [torch.optim.Adagrad(model.parameters(), lr=0.05, lr_decay=0.1, eps=1e-8) for model in (plain, updated)]
     assert update_in_backward_(updated, optimizers[1]) == ["0", "1"]

@@ -226,8 +226,7 @@ def test_ids_in_no_bag_have_no_gradient(mode: str, impl: str) -> None:
     check(tables, ids, torch.tensor([0]), mode=mode, impl=impl, **weights)
 
 
-@pytest.mark.parametrize("per_bag", [1, 3])
-@pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False)])
+@pytest.mark.parametrize(("mode", "weighted", "per_bag"), [("sum", False, 1), ("sum", True, 3), ("mean", False, 3)])
 @every_order
 def test_results_do_not_depend_on_the_number_of_threads(
     order: int, mode: str, per_bag: int, weighted: bool, on_threads: Callable

@@ -45,7 +45,7 @@ def assert_all_agree(layer: Layer, contractions: list[Contraction]) -> None:
             torch.testing.assert_close(actual, exact, msg=lambda text, c=contraction: f"{c}: {text}")
 
 
-@pytest.mark.parametrize("order", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("order", [2, 3, 4, 5, 6, 8])
 def test_every_contraction_equals_the_reference(order: int) -> None:
     rows, cols = (4, 3, 2, 2)[: order // 2], (2, 3, 2, 2)[: order - order // 2]
     shape = TTShape(rows + (1,) * len(cols), (1,) * len(rows) + cols, tuple(range(2, order + 1)))

@@ -71,20 +71,8 @@ def test_a_step_says_whether_it_truncated() -> None:
     assert history[-1]["stage"] == "done"
     assert history[-1]["params"] == count_tt_params(regression.model) < history[0]["params"]
     assert history[-1]["ranks"] == {"table": list(regression.model["table"].shape.ranks)}
-
-
-def test_early_then_done_without_a_target() -> None:
-    regression = Regression(RankConfig(early_steps=30, truncate_every=10))
-    scheduler = regression.scheduler
-    assert scheduler.stage == "early"
-    regression.run(29)
-    assert scheduler.stage == "early"
-    regression.run(1)
-    assert scheduler.stage == "done"
     loss = regression.task_loss()
-    assert scheduler.loss(loss) is loss, "once done, only the task counts"
-    regression.run(5)
-    assert scheduler.steps == 35
+    assert regression.scheduler.loss(loss) is loss, "once done, only the task counts"
 
 
 @pytest.mark.parametrize(("task", "objective"), [(5.0, "loss"), (0.5, "size"), (-3.0, "size")])
@@ -112,54 +100,40 @@ def test_achievement_is_the_published_formula(task: float, objective: str) -> No
 
 def test_achievement_removes_only_ranks_that_its_price_has_shrunk() -> None:
     settings = {
-        "objective": "achievement", "early_steps": 150, "late_steps": 150, "target_size": 0.2, "gamma": 0.0, "truncate_every": 5,
+        "objective": "achievement", "early_steps": 60, "late_steps": 60, "target_size": 0.2, "gamma": 0.0, "truncate_every": 5,
         "threshold": 0.05,
     }  # fmt: skip
     free = Regression(RankConfig(**settings, w_size=0.0, rho=0.0))
-    free.run(310)
+    free.run(125)
     assert free.scheduler.stage == "done"
     assert free.model["table"].shape.ranks == (RANK,), "without a price there is no limit"
     priced = Regression(RankConfig(**settings, w_size=1.0))
-    priced.run(310)
+    priced.run(125)
     assert 0 < priced.model["table"].shape.ranks[0] < RANK
     ends = [entry["step"] for entry in priced.scheduler.history if entry["stage"] == "done"]
-    assert ends[0] == 300, "not as soon as the size is reached"
+    assert ends[0] == 120, "not as soon as the size is reached"
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("first", [True, False])
-def test_the_mean_ignores_losses_that_are_not_finite(bad: float, first: bool) -> None:
-    scheduler = Regression(RankConfig(early_steps=9, late_steps=9, target_size=0.5)).scheduler
-    losses = [bad, 2.0, 2.0] if first else [2.0, bad, 2.0]
-    for loss in losses:
-        scheduler.loss(torch.tensor(loss, requires_grad=True))
-    assert scheduler.state_dict()["mean_loss"] == 2.0
-
-
-def test_an_early_stage_without_finite_losses_ends_with_an_error() -> None:
+@pytest.mark.parametrize("losses", [(math.nan, 2.0, 2.0), (2.0, math.inf, 2.0), (math.nan,)])
+def test_the_mean_ignores_losses_that_are_not_finite(losses: tuple[float, ...]) -> None:
     config = RankConfig(objective="achievement", early_steps=1, late_steps=9, target_size=0.5)
     scheduler = Regression(config).scheduler
-    scheduler.loss(torch.tensor(math.nan, requires_grad=True))
-    assert scheduler.state_dict()["mean_loss"] is None
-    with pytest.raises(ValueError, match="no finite loss was seen in the 1 steps of the early stage: pass every step's loss"):
-        scheduler.step()
+    for loss in losses:
+        scheduler.loss(torch.tensor(loss, requires_grad=True))
+    assert scheduler.state_dict()["mean_loss"] == (2.0 if len(losses) > 1 else None)
+    if len(losses) == 1:
+        with pytest.raises(ValueError, match="no finite loss was seen in the 1 steps of the early stage: pass every step's loss"):
+            scheduler.step()
 
 
-def test_the_mean_of_bfloat16_losses_moves_and_survives_resuming() -> None:
-    config = RankConfig(early_steps=999)
-    scheduler = Regression(config).scheduler
+def test_the_mean_of_bfloat16_losses_moves() -> None:
+    scheduler = Regression(RankConfig(early_steps=999)).scheduler
     for loss in [1.0] + [2.0] * 100:  # in bfloat16 a hundredth of the difference is rounded off
         scheduler.loss(torch.tensor(loss, dtype=torch.bfloat16, requires_grad=True))
-    state = scheduler.state_dict()
-    assert state["mean_loss"] == pytest.approx(2 - 0.99**100, rel=1e-3)
-    resumed = Regression(config).scheduler
-    resumed.load_state_dict(state)
-    for each in (scheduler, resumed):
-        each.loss(torch.tensor(3.0, dtype=torch.bfloat16, requires_grad=True))
-    assert resumed.state_dict()["mean_loss"] == scheduler.state_dict()["mean_loss"]
+    assert scheduler.state_dict()["mean_loss"] == pytest.approx(2 - 0.99**100, rel=1e-3)
 
 
-@pytest.mark.parametrize("stop", [7, 30, 45, 80])
+@pytest.mark.parametrize("stop", [7, 30, 45])
 def test_resuming_gives_the_same_losses(stop: int) -> None:
     config = RankConfig(early_steps=30, late_steps=40, target_size=0.4, gamma=0.2, truncate_every=8)
     unbroken = Regression(config)
@@ -174,6 +148,7 @@ def test_resuming_gives_the_same_losses(stop: int) -> None:
     resumed.scheduler.load_state_dict(state)
     assert resumed.scheduler.stage == stage
     assert resumed.run(50) == expected
+    assert resumed.scheduler.state_dict()["mean_loss"] == unbroken.scheduler.state_dict()["mean_loss"]
     assert resumed.scheduler.history == unbroken.scheduler.history
     assert resumed.model["table"].shape == unbroken.model["table"].shape
 

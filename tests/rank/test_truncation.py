@@ -16,6 +16,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
 from comera_rec import TTEmbeddingBag, TTLinear
 from comera_rec.rank import count_tt_params, truncate_ranks_
+from comera_rec.tt import is_slice_major
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "Adam": lambda p: Adam(p, lr=0.01),
@@ -129,6 +130,10 @@ def test_training_continues_as_if_the_model_had_always_been_small(name: str) -> 
     truncate_ranks_(model, optimizer, threshold=0.01)
     found_state = {names[id(parameter)]: tensors(state) for parameter, state in optimizer.state.items()}
     torch.testing.assert_close(found_state, expected_state, rtol=0, atol=0)
+    for k, core in enumerate(model.table.cores()):
+        assert is_slice_major(core, k, 3)
+        tensors_of_core = [core.grad, *tensors(optimizer.state[core]).values()]
+        assert all(tensor.stride() == core.stride() for tensor in tensors_of_core if tensor.dim())
     assert train(model, optimizer, 5) == pytest.approx(train(rebuilt, rebuilt_optimizer, 5), rel=1e-12)
     torch.testing.assert_close(model.state_dict(), rebuilt.state_dict())
 
@@ -190,18 +195,6 @@ def test_invalid_thresholds_are_refused(threshold: float) -> None:
         truncate_ranks_(Small(), threshold=threshold)
 
 
-def test_state_behind_torchrecs_wrappers_is_sliced() -> None:
-    model = Small()
-    keyed = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda parameters: Adam(parameters, lr=0.01))
-    optimizer = GradientClippingOptimizer(CombinedOptimizer([keyed]), clipping=GradientClipping.NORM, max_gradient=1.0)
-    train(model, optimizer, 3)
-    silence(model, DOOMED)
-    truncate_ranks_(model, optimizer, threshold=1e-6)
-    moments = keyed.state[model.table.core_1]["exp_avg"]
-    assert moments.shape == model.table.core_1.shape
-    train(model, optimizer, 2)
-
-
 def test_an_optimizer_that_lacks_what_changes_is_refused() -> None:
     model = Small()
     silence(model, DOOMED)
@@ -210,18 +203,29 @@ def test_an_optimizer_that_lacks_what_changes_is_refused() -> None:
         truncate_ranks_(model, others, threshold=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the import imports
-def test_state_within_zero_redundancy_optimizer_is_sliced(tmp_path: Path) -> None:
+def behind_torchrecs_wrappers(model: nn.Module) -> tuple[Optimizer, Optimizer]:
+    keyed = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda parameters: Adam(parameters, lr=0.01))
+    return GradientClippingOptimizer(CombinedOptimizer([keyed]), clipping=GradientClipping.NORM, max_gradient=1.0), keyed
+
+
+def behind_zero_redundancy(model: nn.Module) -> tuple[Optimizer, Optimizer]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam, lr=0.01)
+    return optimizer, optimizer.optim
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the import imports
+@pytest.mark.parametrize("wrap", [behind_torchrecs_wrappers, behind_zero_redundancy])
+def test_state_behind_wrappers_is_sliced(wrap: Callable, tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = Small()
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam, lr=0.01)
+        optimizer, inner = wrap(model)
         train(model, optimizer, 3)
         silence(model, DOOMED)
         truncate_ranks_(model, optimizer, threshold=1e-6)
-        assert optimizer.optim.state[model.table.core_1]["exp_avg"].shape == model.table.core_1.shape
+        assert inner.state[model.table.core_1]["exp_avg"].shape == model.table.core_1.shape
         train(model, optimizer, 2)
     finally:
         dist.destroy_process_group()

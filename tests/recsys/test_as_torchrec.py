@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from managed import managed_collisions
 from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -21,11 +22,9 @@ from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
-from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 
 import comera_rec as cr
 from comera_rec.nn import update_in_backward_
@@ -102,7 +101,10 @@ def test_torchscript_is_refused() -> None:
         torch.jit.script(symbolic_trace(nn.Sequential(ours())))
 
 
-def test_a_collection_may_have_no_tables() -> None:
+def test_tables_are_found_by_name_and_a_collection_may_have_none() -> None:
+    collection = ours()
+    assert [bag.num_embeddings for bag in collection.embedding_bags.values()] == [900, 40]
+    assert collection.embedding_bags["t1"] is collection.tt_bag("t1")
     empty = cr.TTEmbeddingBagCollection([])
     features = KeyedJaggedTensor(keys=["f"], values=torch.arange(3), lengths=torch.tensor([1, 2]))
     pooled = empty(features)
@@ -110,28 +112,6 @@ def test_a_collection_may_have_no_tables() -> None:
     assert pooled.values().shape == (2, 0)
     with pytest.raises(AssertionError, match="At least one embedding bag is required"):  # TorchRec's own error
         DLRM(empty, 4, [16, 8], [16, 1])
-
-
-def test_tables_are_found_by_name() -> None:
-    collection = ours()
-    assert list(collection.embedding_bags) == ["t1", "t2"]
-    assert collection.embedding_bags["t1"] is collection.tt_bag("t1")
-    assert isinstance(collection.embedding_bags["t2"], nn.EmbeddingBag)
-    assert [bag.num_embeddings for bag in collection.embedding_bags.values()] == [900, 40]
-
-
-def managed(tables: Sequence[BaseEmbeddingConfig]) -> ManagedCollisionCollection:
-    """Build a module that maps ids of any size to rows, by table."""
-    kept = {
-        config.name: MCHManagedCollisionModule(
-            zch_size=config.num_embeddings,
-            device=torch.device("cpu"),
-            eviction_interval=1,
-            eviction_policy=DistanceLFU_EvictionPolicy(),
-        )
-        for config in tables
-    }
-    return ManagedCollisionCollection(kept, list(tables))
 
 
 @pytest.mark.parametrize("pooled", [True, False])
@@ -151,7 +131,7 @@ def test_managed_collisions_around_tt_tables(pooled: bool, configs_of: str, swap
     if swapped_first:
         collection = cr.compress_(collection, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
     tables = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
-    model: nn.Module = nn.Sequential(around(collection, managed(stock if configs_of == "stock" else tables)))
+    model: nn.Module = nn.Sequential(around(collection, managed_collisions(stock if configs_of == "stock" else tables)))
     if not swapped_first:
         cr.compress_(model, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
     assert any(isinstance(module, cr.TTEmbeddingBagCollection) for module in model.modules())
@@ -172,15 +152,10 @@ def test_a_config_equals_torchrecs_of_the_same_table() -> None:
     assert small.with_changes(num_embeddings=899) != dense
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_feature_processors_before_tt_tables(swap: bool, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_feature_processors_before_tt_tables(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     processor = PositionWeightedModuleCollection(dict.fromkeys(ROWS, 9))
-    if swap:
-        model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection(configs(), True), processor))
-        cr.compress_(model, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
-    else:
-        tables = cr.TableCompression(tt_ranks=4, min_rows=100).table_configs(configs())
-        model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(cr.TTEmbeddingBagCollection(tables, True), processor))
+    model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection(configs(), True), processor))
+    cr.compress_(model, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
     model(random_jagged(ROWS, 6)).values().sum().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in processor.parameters())
 

@@ -150,7 +150,7 @@ def test_tables_of_any_ranks_share_a_lookup_on_cpu_and_of_equal_ranks_elsewhere(
     assert grouped(TTEmbeddingBagCollection(tables, device="meta")) == [["a", "c"], ["b", "d"], ["e"]]
 
 
-def test_variable_batch_with_inverse_indices(random_jagged: MakeJagged) -> None:
+def test_variable_batch_with_inverse_indices() -> None:
     tables = [table("a", ["f", "g"], tt_ranks=4), table("b", ["h"], dim=8), table("c", ["f"], dim=24, tt_ranks=2)]
     # Feature f has 2 distinct bags for 5 samples, g has 4, h has 3.
     features = KeyedJaggedTensor(
@@ -163,17 +163,7 @@ def test_variable_batch_with_inverse_indices(random_jagged: MakeJagged) -> None:
     values = assert_same_as_dense(tables, features)
     assert values.shape == (5, 16 + 16 + 8 + 24)
     torch.testing.assert_close(values[0, :16], values[2, :16])  # both are bag 0 of feature f
-
-
-def test_variable_batch_of_dense_tables_alone() -> None:
-    features = KeyedJaggedTensor(
-        keys=["f"], values=torch.tensor([3, 9, 3]), lengths=torch.tensor([2, 1]), stride_per_key_per_rank=[[2]],
-        inverse_indices=(["f"], torch.tensor([[0, 1, 0]])),
-    )  # fmt: skip
-    collection = TTEmbeddingBagCollection([table("a", ["f"], rows=10, dim=4)])
-    actual, expected = collection(features).values(), export_dense(collection)(features).values()
-    assert actual.shape == (3, 4)
-    assert torch.equal(actual, expected)
+    assert_same_as_dense([table("dense", ["f", "h"])], features)
 
 
 @st.composite
@@ -222,64 +212,43 @@ def test_half_precision_tables_pool_to_float32(data_type: DataType, random_jagge
     torch.testing.assert_close(actual, expected, rtol=0, atol=16 * 2**-8 * float(expected.detach().abs().max()))
 
 
-def test_meta_device_then_reset(random_jagged: MakeJagged) -> None:
+def test_reset_redraws_every_table_also_from_the_meta_device(random_jagged: MakeJagged) -> None:
     tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"])]
     collection = TTEmbeddingBagCollection(tables, device="meta")
     assert collection.device.type == "meta"
     assert all(parameter.is_meta for parameter in collection.parameters())
-    collection.to_empty(device="cpu")
-    for module in collection.modules():
+    for module in collection.to_empty(device="cpu").modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    assert collection.tt_bag("a").dense_matrix().isfinite().all()
-    assert collection(random_jagged({"f": 101, "g": 101}, 4)).values().isfinite().all()
-
-
-def test_reset_redraws_every_table() -> None:
-    collection = TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4), table("b", ["g"])])
-    before = {name: value.clone() for name, value in collection.state_dict().items()}
-    collection.reset_parameters()
-    same = [name for name, value in collection.state_dict().items() if torch.equal(value, before[name])]
-    assert same == ["tt_bags.a.rank_1"]
-
-
-def test_names_in_the_state_dict() -> None:
-    collection = TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4), table("b", ["g"])])
     assert sorted(collection.state_dict()) == [
         "dense_bags.embedding_bags.b.weight",
         "tt_bags.a.core_0",
         "tt_bags.a.core_1",
         "tt_bags.a.rank_1",
     ]
-    assert [config.name for config in collection.embedding_bag_configs()] == ["a", "b"]
-    assert not collection.is_weighted()
+    assert collection(random_jagged({"f": 101, "g": 101}, 4)).values().isfinite().all()
+    collection = TTEmbeddingBagCollection(tables)
+    before = {name: value.clone() for name, value in collection.state_dict().items()}
+    collection.reset_parameters()
+    same = [name for name, value in collection.state_dict().items() if torch.equal(value, before[name])]
+    assert same == ["tt_bags.a.rank_1"]
 
 
 @pytest.mark.parametrize(
-    ("tables", "message"),
+    ("make", "message"),
     [
-        ([table("a", ["f"], tt_ranks=4), table("a", ["g"])], "two tables are named 'a'"),
-        ([table("items", ["f"], tt_ranks=4)], "table name 'items' can't name a submodule of an nn.ModuleDict: choose another"),
-        ([table("user.id", ["f"])], "table name 'user.id' can't name a submodule"),
-        ([table("a", ["f"], tt_ranks=4, pooling=PoolingType.NONE)], "table 'a' has pooling .*: choose SUM or MEAN"),
-        ([table("a", ["f"], tt_ranks=4, data_type=DataType.INT8)], "table 'a' has data type .*: a TT table takes FP32"),
+        (lambda: [table("a", ["f"], tt_ranks=4), table("a", ["g"])], "two tables are named 'a'"),
+        (lambda: [table("items", ["f"], tt_ranks=4)], "table name 'items' can't name a submodule of an nn.ModuleDict: choose"),
+        (lambda: [table("user.id", ["f"])], "table name 'user.id' can't name a submodule"),
+        (lambda: [table("a", ["f"], tt_ranks=4, pooling=PoolingType.NONE)], "table 'a' has pooling .*: choose SUM or MEAN"),
+        (lambda: [table("a", ["f"], tt_ranks=4, data_type=DataType.INT8)], "table 'a' has data type .*: a TT table takes FP32"),
+        (lambda: [table("a", ["f"], rows=0)], "table 'a': num_embeddings is 0: give a positive integer"),
+        (lambda: [table("a", ["f"], shape=TTShape((10, 10), (4, 4), 2))], "table 'a': shape spans 100 x 16, less than 101 x 16"),
     ],
 )
-def test_invalid_collections_are_refused(tables: list[EmbeddingBagConfig], message: str) -> None:
+def test_invalid_collections_are_refused(make: Callable[[], list[EmbeddingBagConfig]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TTEmbeddingBagCollection(tables)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rows": 0}, "table 'a': num_embeddings is 0: give a positive integer"),
-        ({"shape": TTShape((10, 10), (4, 4), 2)}, "table 'a': shape spans 100 x 16, less than 101 x 16"),
-    ],
-)
-def test_table_configs_name_table_and_mistake(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        table("a", ["f"], **arguments)
+        TTEmbeddingBagCollection(make())
 
 
 def test_a_plan_made_ahead_serves_only_its_ids_and_tables(random_jagged: MakeJagged) -> None:

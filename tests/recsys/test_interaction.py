@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -70,30 +71,6 @@ def test_features_may_be_one_tensor() -> None:
     assert torch.equal(interact_features(torch.cat([dense.unsqueeze(1), rows], dim=1).detach()), expected)
 
 
-def test_second_derivatives_in_float32() -> None:
-    def penalty(dtype: torch.dtype) -> list[Tensor]:
-        dense, rows = (values.detach().to(dtype).requires_grad_() for values in inputs(4, 3, 5))
-        out = interact(dense, rows, torch.triu_indices(4, 4, offset=1))
-        grads = torch.autograd.grad(out.square().sum(), (dense, rows), create_graph=True)
-        return [grad.float() for grad in torch.autograd.grad(sum(grad.square().sum() for grad in grads), (dense, rows))]
-
-    torch.testing.assert_close(penalty(torch.float32), penalty(torch.float64), rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("lead", "rows", "message"),
-    [
-        (torch.ones(2, 4), torch.ones(3, 1, 4), r"lead has shape \(2, 4\) and rows \(3, 1, 4\): give \(B, N\) and \(B, F - 1, N\)"),
-        (torch.ones(2, 4).double(), torch.ones(2, 1, 4), "lead is not float32: convert it"),
-        (torch.ones(2, 4), torch.ones(2, 1, 4).double(), "rows is not float32 on CPU: convert it, or move it"),
-        (torch.ones(2, 4), torch.ones(2, 4, 3).mT, "rows has rows apart from each other: copy it"),
-    ],
-)
-def test_the_operator_refuses_bad_arguments(lead: Tensor, rows: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        torch.ops.comera_rec.interact(lead, rows)
-
-
 def test_the_registrations_follow_torch_librarys_rules() -> None:
     lead, rows = torch.randn(5, 4), torch.randn(5, 3, 4)
     torch.library.opcheck(torch.ops.comera_rec.interact.default, (lead, rows))
@@ -101,14 +78,49 @@ def test_the_registrations_follow_torch_librarys_rules() -> None:
     torch.library.opcheck(torch.ops.comera_rec.interact_backward.default, (torch.randn(5, 10), lead, rows))
 
 
-def test_features_of_other_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"features has shape \(2, 4\): give \(B, F, N\)"):
-        interact_features(torch.ones(2, 4))
+ONES = torch.ones(2, 4)
 
 
-def test_the_operator_refuses_gradients_of_another_size() -> None:
-    with pytest.raises(ValueError, match="but there are 2 samples with 5 outputs each"):
-        torch.ops.comera_rec.interact_backward(torch.ones(2, 6), torch.ones(2, 4), torch.ones(2, 1, 4))
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda ops: ops.interact(ONES, torch.ones(3, 1, 4)), r"lead has shape \(2, 4\) and rows \(3, 1, 4\): give \(B, N\) and"),
+        (lambda ops: ops.interact(ONES.double(), torch.ones(2, 1, 4)), "lead is not float32: convert it"),
+        (lambda ops: ops.interact(ONES, torch.ones(2, 1, 4).double()), "rows is not float32 on CPU: convert it, or move it"),
+        (lambda ops: ops.interact(ONES, torch.ones(2, 4, 3).mT), "rows has rows apart from each other: copy it"),
+        (lambda ops: interact_features(ONES), r"features has shape \(2, 4\): give \(B, F, N\)"),
+        (
+            lambda ops: ops.interact_backward(torch.ones(2, 6), ONES, torch.ones(2, 1, 4)),
+            "but there are 2 samples with 5 outputs each",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(call: Callable[[Any], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.ops.comera_rec)
+
+
+@pytest.mark.parametrize("first_column", [0, 3])
+def test_second_derivatives_in_float32(first_column: int) -> None:
+    """Also of views, whose rows have other strides than their gradients."""
+
+    def penalty(dtype: torch.dtype) -> list[Tensor]:
+        wide, rows = (values.detach().to(dtype).requires_grad_() for values in inputs(4, 3, 5))
+        dense = torch.cat([torch.zeros(4, first_column, dtype=dtype), wide], dim=1)[:, first_column:]
+        out = interact(dense, rows, torch.triu_indices(4, 4, offset=1))
+        grads = torch.autograd.grad(out.square().sum(), (wide, rows), create_graph=True)
+        return [grad.float() for grad in torch.autograd.grad(sum(grad.square().sum() for grad in grads), (wide, rows))]
+
+    torch.testing.assert_close(penalty(torch.float32), penalty(torch.float64), rtol=1e-4, atol=1e-3)
+
+
+def test_interactions_under_torch_func_and_on_the_meta_device() -> None:
+    dense, rows = inputs(4, 3, 5, torch.float32)
+    pairs = torch.triu_indices(4, 4, offset=1)
+    [expected] = torch.autograd.grad(interact(dense, rows, pairs).sum(), dense)
+    actual = torch.func.grad(lambda each: interact(each, rows.detach(), pairs).sum())(dense.detach())
+    torch.testing.assert_close(actual, expected)
+    assert interact(dense.to("meta"), rows.to("meta"), pairs.to("meta")).shape == (4, 11)
 
 
 def test_gradients_of_both_orders() -> None:
@@ -147,6 +159,8 @@ def test_a_cross_network_computes_and_learns_what_torchrec_does(dtype: torch.dty
         grads.append([x.grad, *(parameter.grad for parameter in network.parameters())])
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(grads[0], grads[1], **tolerance)
+    traced = torch.fx.symbolic_trace(nn.Sequential(ours))  # as one call
+    torch.testing.assert_close(traced(values), ours(values))
 
 
 def test_a_graph_of_a_cross_network_may_be_retained() -> None:
@@ -156,12 +170,6 @@ def test_a_graph_of_a_cross_network_may_be_retained() -> None:
     once = torch.autograd.grad(crossed.sum(), inputs, retain_graph=True)
     again = torch.autograd.grad(crossed.sum(), inputs)
     torch.testing.assert_close(again, once)
-
-
-def test_torch_fx_traces_a_cross_network_as_one_call() -> None:
-    model = nn.Sequential(CrossNetwork(8, 2, 3))
-    x = torch.randn(4, 8)
-    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
 
 
 @pytest.mark.parametrize("order", [["a", "b", "c"], ["c", "a", "b"]])

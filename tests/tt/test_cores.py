@@ -19,12 +19,6 @@ def mean_square(cores: list[Tensor]) -> float:
     return float(gram)
 
 
-def test_mean_square_is_that_of_the_dense_matrix() -> None:
-    shape = TTShape((4, 3, 2), (2, 3, 2), (3, 2))
-    cores = [torch.randn(size) for size in shape.core_shapes]
-    assert mean_square(cores) == pytest.approx(float(tt_to_dense(cores, shape).square().mean()), rel=1e-5)
-
-
 @pytest.mark.parametrize("ranks", [1, 4, 16])
 @pytest.mark.parametrize("order", [2, 3, 4])
 def test_dense_entries_have_the_requested_standard_deviation(order: int, ranks: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
@@ -10,12 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comera_rec.tt import factorize, row_digits
-
-
-def test_digits_count_like_nested_loops() -> None:
-    radices = (3, 4, 2)
-    digits = torch.stack(row_digits(torch.arange(24), radices), dim=1)
-    assert digits.tolist() == [list(combination) for combination in itertools.product(*map(range, radices))]
 
 
 @given(

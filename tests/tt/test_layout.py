@@ -14,7 +14,6 @@ from torch import Tensor
 
 import comera_rec as cr
 from comera_rec.ops import plan_lookup
-from comera_rec.rank import truncate_ranks_
 from comera_rec.tt import TTShape, is_slice_major, slice_major
 
 sizes = st.tuples(*[st.integers(0, 4)] * 4)
@@ -74,12 +73,6 @@ def test_gaps_between_slices_are_detected() -> None:
     assert is_slice_major(core[:, 2:5], 0, 2)
 
 
-def test_gradients_pass_through() -> None:
-    core = torch.randn(2, 3, 4, 5, requires_grad=True)
-    slice_major(core, 1, 2).square().sum().backward()
-    assert torch.equal(core.grad, 2 * core.detach())
-
-
 def are_slice_major(table: cr.TTEmbeddingBag) -> bool:
     return all(is_slice_major(core, k, table.shape.order) for k, core in enumerate(table.cores()))
 
@@ -93,8 +86,10 @@ def test_tables_keep_their_cores_slice_major(order: int) -> None:
 
     table = build()
     assert are_slice_major(table)
-    assert are_slice_major(copy.deepcopy(table))
-    assert are_slice_major(pickle.loads(pickle.dumps(table)))
+    for again in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert are_slice_major(again)
+        assert all(map(torch.equal, again.parameters(), table.parameters()))
+        assert again.core_0.data_ptr() != table.core_0.data_ptr()
     assert are_slice_major(copy.deepcopy(table).bfloat16())
     assert are_slice_major(build(device="meta").to_empty(device="cpu"))
     assert are_slice_major(cr.TTEmbeddingBag.from_dense(table.to_dense(), shape=shape))
@@ -107,25 +102,3 @@ def test_tables_keep_their_cores_slice_major(order: int) -> None:
         loaded.load_state_dict(values)
         assert are_slice_major(loaded)
         assert all(map(torch.equal, loaded.parameters(), table.parameters()))
-
-
-@pytest.mark.parametrize("order", [2, 3, 4])
-def test_tables_of_other_ranks_keep_their_cores_slice_major(order: int) -> None:
-    shape = TTShape((5, 4, 3, 2)[:order], (2, 3, 2, 2)[:order], (3, 4, 2)[: order - 1])
-    table = cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape)
-    optimizer = torch.optim.Adam(table.parameters())
-    gradients = torch.autograd.grad(table(torch.tensor([[1, 19], [3, 3]])).sum(), list(table.parameters()))
-    for parameter, gradient in zip(table.parameters(), gradients, strict=True):
-        parameter.grad = gradient
-    optimizer.step()
-    with torch.no_grad():
-        table.rank_1[1] = 0.0
-    truncate_ranks_(table, optimizer, threshold=0.1)
-    assert table.shape.ranks[0] == 2
-    assert are_slice_major(table)
-    for core in table.cores():
-        for tensor in (core.grad, optimizer.state[core]["exp_avg"], optimizer.state[core]["exp_avg_sq"]):
-            assert tensor.stride() == core.stride()
-    other = cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape)
-    other.load_state_dict(table.state_dict())
-    assert are_slice_major(other)

@@ -39,14 +39,6 @@ def test_full_rank_is_exact(order: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(rebuilt(weight, shape), weight)
 
 
-def test_all_cores_but_the_last_are_left_orthogonal() -> None:
-    shape = TTShape((5, 4, 3), (2, 2, 2), (4, 3))
-    cores = tt_svd(torch.randn(60, 8, dtype=torch.float64), shape)
-    for core in cores[:-1]:
-        matrix = core.flatten(0, 2)
-        torch.testing.assert_close(matrix.mT @ matrix, torch.eye(core.shape[-1], dtype=torch.float64))
-
-
 @pytest.mark.parametrize("ranks", [(5,), (1, 1), (2, 4), (6, 3)], ids=str)
 def test_low_rank_error_lies_between_the_best_and_the_bound(ranks: tuple[int, ...]) -> None:
     """With one bond, the bound is the best."""
@@ -72,15 +64,6 @@ def test_rtol_includes_the_error_of_the_given_ranks() -> None:
     weight = ((basis * spectrum) @ basis.mT).reshape(36, 1)
     assert (rebuilt(weight, shape) - weight).norm() <= 0.1 * weight.norm()
     assert (rebuilt(weight, shape, rtol=0.1) - weight).norm() <= 0.1 * weight.norm()
-
-
-def test_a_matrix_of_low_rank_is_found_at_that_rank() -> None:
-    shape = TTShape((6, 5, 4), (2, 2, 2), (3, 2))
-    cores = [torch.randn(size, dtype=torch.float64) for size in shape.core_shapes]
-    weight = tt_to_dense(cores, shape)
-    cores = tt_svd(weight, shape.with_ranks(8), rtol=1e-9)
-    assert tuple(core.shape[-1] for core in cores[:-1]) == (3, 2)
-    torch.testing.assert_close(rebuilt(weight, shape), weight)
 
 
 def test_ranks_beyond_the_useful_ones_are_kept_with_zeros() -> None:
