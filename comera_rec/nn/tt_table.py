@@ -125,9 +125,11 @@ class TTTable(TTModule):
 
     def group(self) -> TableGroup:
         """Return the table in the form that a lookup of it alone takes."""
-        if torch.compiler.is_compiling():
-            return TableGroup([self.forward_parameters()])
         return self._group.get(self.lookup_parameters(), lambda: TableGroup([self.forward_parameters()]))
+
+    def _apply(self, *arguments: Any, **options: Any) -> Self:
+        self._group.clear()  # parameters may move, and leave memory behind
+        return super()._apply(*arguments, **options)
 
     def lookup_parameters(self) -> list[Any]:
         """List what lookups read, hot rows included."""

@@ -6,7 +6,7 @@ B batch size, F features (keys), L_f ids of feature f in a batch, N_f embedding_
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +93,10 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._dense_keys = dict(zip(dense_names, self._keys_of(dense), strict=True))
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
         self._has_one_width = len(set(self._lengths)) == 1
+
+    def _apply(self, *arguments: Any, **options: Any) -> Self:
+        self._kept_lookups.clear()  # parameters may move, and leave memory behind
+        return super()._apply(*arguments, **options)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         if self.is_pooled:
@@ -232,11 +236,12 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     def _lookups(self) -> Sequence[_Lookup]:
         """Group tables that differ only in row modes and ranks, which share a lookup; on GPUs zeros pad ranks of similar size."""
-        if torch.compiler.is_compiling():
-            return self._make_lookups()
-        tables: Any = self.tt_bags._modules.values()  # faster than by name
-        parameters = [each for table in tables for each in table.lookup_parameters()]
-        return self._kept_lookups.get(parameters, self._make_lookups)
+        modules: Any = self.tt_bags._modules  # faster than by name
+        parameters = [each for table in modules.values() for each in table.lookup_parameters()]
+        lookups = self._kept_lookups.get(parameters, self._make_lookups)
+        if all(modules[name] is table for lookup in lookups for name, table in zip(lookup.tables, lookup.modules, strict=True)):
+            return lookups
+        return self._make_lookups()
 
     def _make_lookups(self) -> list[_Lookup]:
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
@@ -282,7 +287,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             plans.get(lookup.tables) or self._plan(lookup, ids),
             offsets,
             num_cols=lookup.num_cols,
-            mode=lookup.mode,
+            mode=lookup.modules[0].mode,
             per_sample_weights=weights,
             features=len(lookup.features) if in_one_batch and self.is_pooled else 1,
             update_in_backward=self.update_in_backward,
@@ -358,7 +363,7 @@ class _Lookup:
         self.tables = tuple(config.name for config in configs)
         self.features = [feature for config in configs for feature in config.feature_names]
         self.messages = [[f"table {config.name!r} (feature {feature!r})" for feature in config.feature_names] for config in configs]
-        self.num_cols, self.mode = configs[0].embedding_dim, modules[0].mode
+        self.num_cols = configs[0].embedding_dim
         core = modules[0].core_0
         self.takes_slots = core.device.type == "cpu" and core.dtype == torch.float32 and modules[0].shape.order > 1
 

@@ -68,7 +68,8 @@ class CapturedUpdate:
         update: batch -> its loss. Python values in it stay as they were when captured; it must not wait for the
             device.
         optimizer: the model's optimizer, made with `fused=True` or `capturable=True`, or Adagrad without decay. If learning rates
-            follow a schedule, make them tensors, which a graph reads in every step; Adagrad can't read tensors there.
+            follow a schedule, make them tensors, which a graph reads in every step; Adagrad can't read tensors there. Steps that
+            Adagrad counts, which its rule doesn't need, stand still during replays.
         recorder: what captures and replays.
 
     Raises:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adagrad, Optimizer
 from torchrec import KeyedJaggedTensor
 from torchrec.optim import apply_optimizer_in_backward
@@ -70,6 +72,39 @@ def replace_state(training: Training) -> None:
     state["sum"] = state["sum"] + 3
 
 
+def replace_memory_of_states(training: Training) -> None:
+    for optimizer in training.optimizers:
+        for state in optimizer.state.values():
+            state["sum"].data = state["sum"].data.contiguous() + 1
+
+
+def set_equal_tensors(training: Training) -> None:
+    """Set rates that are equal, but must not be compared, which would wait for a GPU."""
+    for optimizer in training.optimizers:
+        optimizer.param_groups[0]["lr"] = Rate(0.1)
+
+
+class Rate(float):
+    """A number that isn't compared, as a tensor must not be."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared")
+
+    __hash__ = float.__hash__
+
+
+def replace_module(training: Training) -> None:
+    """Put a table in the place of another that has the same parameters, but another order of rows."""
+    other = copy.copy(training.model.tt_bag("b"))
+    other._buffers = {"row_order": torch.arange(60).flip(0).int()}
+    training.model.tt_bags["b"] = other
+
+
+def set_mode(training: Training) -> None:
+    for name in "ab":
+        training.model.tt_bag(name).mode = "mean"
+
+
 def replace_data(training: Training) -> None:
     training.core().data = training.core().data + 1
 
@@ -94,7 +129,8 @@ def truncate(training: Training) -> None:
 
 
 CHANGES: list[Callable[[Training], object]] = [
-    set_rates, load_states, replace_state, replace_data, replace_parameter, replace_optimizer, truncate,
+    set_rates, load_states, replace_state, replace_memory_of_states, set_equal_tensors, set_mode,
+    replace_module, replace_data, replace_parameter, replace_optimizer, truncate,
     lambda training: training.core().requires_grad_(False),
     lambda training: update_in_backward_(training.model, None),
     lambda training: training.model.load_state_dict({n: v + 0.5 for n, v in training.model.state_dict().items()}),
@@ -123,6 +159,48 @@ def test_a_change_between_steps_takes_effect(
         patch.setattr(UntilChanged, "get", lambda self, parameters, make: make())
         expected = trained(in_backward, change)
     torch.testing.assert_close(actual, expected)
+
+
+def test_updates_in_backward_return_with_their_settings() -> None:
+    training, features = (
+        Training("update_in_backward_"),
+        KeyedJaggedTensor(["a", "b"], torch.arange(24), lengths=torch.ones(24).int()),
+    )
+    (group,), grads = training.optimizers[0].param_groups, []
+    for maximize in (False, True, False):
+        group["maximize"] = maximize
+        training.model(features).values().sum().backward()
+        grads.append(training.core().grad is not None)
+        training.core().grad = None
+    assert grads == [False, True, False]
+
+
+def test_a_lookup_by_fake_tensors_leaves_nothing_behind() -> None:
+    bag = Training("update_in_backward_").model.tt_bag("a")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        bag(mode.from_tensor(torch.tensor([1, 2])), mode.from_tensor(torch.tensor([0, 2])))
+    before = bag.core_0.detach().clone()
+    bag(torch.tensor([1, 2]), torch.tensor([0, 2])).sum().backward()
+    assert not bag.core_0.equal(before)
+
+
+def test_memory_of_a_moved_table_is_freed() -> None:
+    model = Training("").model
+    before = weakref.ref(model.tt_bag("a").core_0.untyped_storage())
+    model(KeyedJaggedTensor(["a", "b"], torch.randint(60, (24,)), lengths=torch.full((12,), 2)))
+    model.tt_bag("a")(torch.tensor([1, 2]), torch.tensor([0, 2]))
+    model.double()
+    assert before() is None
+
+
+def test_a_core_is_narrowed_where_it_is() -> None:
+    bag = Training("").model.tt_bag("a")
+    ids, offsets = torch.arange(60), torch.arange(61)
+    bag(ids, offsets)
+    for parameter, narrow in ((bag.core_0, (..., slice(2))), (bag.core_1, (slice(2),)), (bag.rank_1, (slice(2),))):
+        parameter.data = parameter.data[narrow]
+    bag.shape = bag.shape.with_ranks((2,))
+    torch.testing.assert_close(bag(ids, offsets), bag.dense_matrix())
 
 
 def test_nothing_is_made_again_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:

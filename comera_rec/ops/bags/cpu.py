@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.bags.table import Table, TableGroup
-from comera_rec.ops.bags.updates import Updates, find_updates
+from comera_rec.ops.bags.updates import Updates, current_updates, find_updates
 from comera_rec.ops.native import ops
 from comera_rec.ops.plan import LookupPlan
 from comera_rec.tt import slice_major
@@ -42,16 +42,18 @@ class _Layout:
         self.cores = [slice_major(core, k, order) for table in tables for k, core in enumerate(table.cores)]
         diagonals = [diagonal for table in tables for diagonal in table.diagonals]
         self.diagonals = [diagonal.contiguous() for diagonal in diagonals]
-        self.blocks = [len(table.hot) for table in tables if any(table.hot for table in tables)]
-        self.first_rows = [table.first for table in tables if self.blocks]
-        if self.blocks and not diagonals:
-            diagonals = self.diagonals = [core.new_ones(core.shape[3]) for table in tables for core in table.cores[:-1]]
+        has_blocks = any(table.hot for table in tables)
+        self.blocks = [len(table.hot) for table in tables] if has_blocks else []
+        self.first_rows = [table.first for table in tables] if has_blocks else []
+        if has_blocks and not diagonals:
+            diagonals = [core.new_ones(core.shape[3]) for table in tables for core in table.cores[:-1]]
+            self.diagonals = list(diagonals)
         for block in (block for table in tables for block in table.hot):
             # A contiguous core of a block is slice-major, because its other sizes are 1; this check is the cheapest.
             self.cores += [core if core.is_contiguous() else slice_major(core, k, 2) for k, core in enumerate(block[:2])]
             self.diagonals.append(block.diagonal.contiguous())
             given += block[:2]
-            diagonals = [*diagonals, block.diagonal]
+            diagonals.append(block.diagonal)
         self.has_copies = not (all(map(is_, self.cores, given)) and all(map(is_, self.diagonals, diagonals)))
         # Cores that had to be copied into another layout have no optimizer.
         self._updates = find_updates(self.cores, self.diagonals) if may_update else None
@@ -59,9 +61,7 @@ class _Layout:
     @property
     def updates(self) -> Updates | None:
         """The updates in backward of the next step, if its parameters have any."""
-        if self._updates is not None and not self._updates.are_possible():
-            self._updates = find_updates(self.cores, self.diagonals)
-        return self._updates
+        return current_updates(self._updates, self.cores, self.diagonals)
 
 
 def pool(
@@ -77,7 +77,7 @@ def pool(
     slots: Slots | None = None,
 ) -> Tensor:
     """Pool rows to [B, F * num_cols] float32, or into `slots`; arguments as for `tt_bags`, weights in float32."""
-    layout = group.layout(_Layout, update and torch.is_grad_enabled() and not torch.compiler.is_compiling())
+    layout: _Layout = group.layout(_Layout, update and torch.is_grad_enabled() and not torch.compiler.is_compiling())
     cores, diagonals, updates = layout.cores, layout.diagonals, layout.updates
     of_features, count = (range(features), features) if slots is None else slots[:2]
     settings = (mode == "mean", list(of_features), count, num_cols, layout.blocks, layout.first_rows)

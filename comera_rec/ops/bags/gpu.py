@@ -18,7 +18,7 @@ from comera_rec.ops.autocast import without_autocast
 from comera_rec.ops.bags import reference
 from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls, KernelTables
 from comera_rec.ops.bags.table import Table, TableGroup
-from comera_rec.ops.bags.updates import ROW_WISE, Updates, find_updates, refuse_row_wise
+from comera_rec.ops.bags.updates import ROW_WISE, Updates, current_updates, find_updates, refuse_row_wise
 from comera_rec.ops.plan import LookupPlan
 from comera_rec.ops.plan.pairs import PairPlan, pair_up, plan_hot_rows
 from comera_rec.tt import slice_major_together
@@ -53,15 +53,15 @@ class Pairs:
     def tables(self) -> KernelTables:
         """Addresses and sizes."""
         if self._tables is None:
-            self._tables = KernelTables(self.cores, self.diagonals)
+            # Detached, they keep their memory until backward even if the parameters are given other data.
+            self._tables = KernelTables(*([each.detach() for each in tensors] for tensors in (self.cores, self.diagonals)))
         return self._tables
 
     @property
     def updates(self) -> Updates | None:
         """The updates in backward of the next step, if kernels can apply them."""
-        if self._updates is not None and not self._updates.are_possible():
-            self._updates = find_updates(self.cores, self.diagonals)
-        return self._updates if self._updates is not None and self._updates.gpu_rules() is not None else None
+        updates = current_updates(self._updates, self.cores, self.diagonals)
+        return updates if updates is not None and updates.gpu_rules() is not None else None
 
 
 class _Layout:
@@ -97,7 +97,7 @@ def pool(
     how = (offsets, weights, (mode, features, num_cols))
     tables, may_update = group.tables, update and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if isinstance(plan, PairPlan):
-        layout = group.layout(_Layout, may_update)
+        layout: _Layout = group.layout(_Layout, may_update)
         bags, hot = pool_pairs(layout.pairs, plan, *how), layout.hot
     else:
         if update:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,17 +32,6 @@ class Table(NamedTuple):
     """Row of the table that id 0 refers to; above 0 in shards only."""
 
 
-class Layout(Protocol):
-    """What an implementation makes of tables before their first lookup."""
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether it copied parameters, whose values may have changed at the next lookup."""
-
-
-L = TypeVar("L", bound=Layout)
-
-
 class TableGroup:
     """Tables that share lookups, and the layouts made of them so far: those that refer to the parameters serve all lookups.
 
@@ -54,9 +43,9 @@ class TableGroup:
         self.tables = [Table(*table) for table in tables]
         self._layouts: dict[tuple[Any, bool], Any] = {}
 
-    def layout(self, make: Callable[[Sequence[Table], bool], L], may_update: bool) -> L:
-        """Return make(tables, may_update), made by an earlier lookup or now."""
-        layout: L | None = self._layouts.get((make, may_update))
+    def layout(self, make: Callable[[Sequence[Table], bool], Any], may_update: bool) -> Any:
+        """Return make(tables, may_update), made by an earlier lookup or now; what copies parameters (`has_copies`) isn't kept."""
+        layout = self._layouts.get((make, may_update))
         if layout is None:
             layout = make(self.tables, may_update)
             if not layout.has_copies:

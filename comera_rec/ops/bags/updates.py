@@ -17,14 +17,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from comera_rec.ops.bags.table import Table
 from data_pipeline.errors import UserError
@@ -119,9 +121,9 @@ class Updates:
         names = [name for name in (*kind.settings, *kind.required) if name in self._groups()[0]]
         self._read: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*names)
         self._seen = self._settings_now()
-        self._rules: tuple[list[tuple[Any, ...]], list[float]] = [], []  # settings, and what was made of them
-        self._gpu_rules: tuple[Any, Any] = None, None  # likewise
-        self._found: list[Any] = []  # counts and states in the last step
+        self._rules: tuple[list[Any], list[float]] = [], []  # settings, and what was made of them
+        self._gpu_rules: tuple[list[Any], Any] = [], None  # likewise
+        self._found: tuple[list[Any], list[Any]] = [], []  # counts and states in the last step, and their memory
         self._count: Tensor | None = None
         self._states: list[list[Tensor]] = []
         self._gpu_results: tuple[list[list[Tensor]], Sequence[Tensor], Sequence[Tensor]] | None = None
@@ -129,13 +131,13 @@ class Updates:
     def _groups(self) -> list[dict[str, Any]]:
         return [optimizer.param_groups[number] for optimizer, number in self._optimizers]
 
-    def _settings_now(self) -> list[tuple[Any, ...]]:
-        return list(map(self._read, self._groups()))
+    def _settings_now(self) -> list[Any]:
+        return list(chain.from_iterable(map(self._read, self._groups())))
 
     def are_possible(self) -> bool:
         """Whether all optimizers still have settings with which they can be applied slice by slice."""
         now = self._settings_now()
-        if now != self._seen:
+        if not _are_same(now, self._seen):
             if not all(kind_of(*optimizer) is self.kind for optimizer in self._optimizers):
                 return False
             self._seen = now
@@ -152,7 +154,7 @@ class Updates:
     def _numbers(self, counts: Tensor | None) -> list[float]:
         """Return the settings of all parameters as the operator takes them, after so many steps."""
         now, (seen, numbers) = self._settings_now(), self._rules
-        if now == seen:
+        if _are_same(now, seen):
             return numbers
         groups = self._groups()
         by_steps = counts is not None and any("betas" in group or group.get("lr_decay") for group in groups)
@@ -194,13 +196,13 @@ class Updates:
         by_parameter = [
             optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
         ]
-        found = [state.get(name) for name in ("step", *names) for state in by_parameter]
-        if self._count is not None and all(map(is_, found, self._found)):
+        tensors, memory = self._found
+        if self._count is not None and _are_same(_tensors_of(by_parameter, names), tensors) and _memory_of(self._states) == memory:
             return self._count.add_(1), self._states
         entries = list(zip(self._parameters, by_parameter, self._groups(), strict=True))
         self._states = [[_state(self.kind, *entry, name) for entry in entries] for name in names]
         self._count = _count(by_parameter)
-        self._found = [state.get(name) for name in ("step", *names) for state in by_parameter]
+        self._found = _tensors_of(by_parameter, names), _memory_of(self._states)
         return self._count, self._states
 
     def gpu_rules(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -213,7 +215,7 @@ class Updates:
             ValueError: for row-wise Adagrad that kernels can't apply, because its own step doesn't work for cores.
         """
         now, (seen, made) = self._settings_now(), self._gpu_rules
-        if now == seen:
+        if _are_same(now, seen):
             rules: tuple[dict[str, Any], dict[str, Any]] | None = made
             return rules
         groups = self._groups()
@@ -230,14 +232,14 @@ class Updates:
                 "lr_decay: set it up so, or use Adagrad"
             )
         on_host = any(isinstance(group["lr"], Tensor) and group["lr"].device.type == "cpu" for group in groups)  # read every time
-        self._gpu_rules = None if on_host else now, rules
+        self._gpu_rules = [] if on_host else now, rules
         return rules
 
 
 class UntilChanged(Generic[T]):
     """Keeps what was made of parameters until they, their memory, or the optimizers that update them in backward change.
 
-    Copies and pickles keep nothing. Threads may share it.
+    Nothing is kept by tracers and transforms, in copies and in pickles. Threads may share it.
     """
 
     def __init__(self) -> None:
@@ -246,37 +248,59 @@ class UntilChanged(Generic[T]):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
+    def clear(self) -> None:
+        """Keep nothing, so that the memory of parameters can be freed."""
+        self._kept = None
+
     def get(self, parameters: list[Tensor], make: Callable[[], T]) -> T:
         """Return what `make` returned for these parameters, calling it if need be."""
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+            return make()
         if self._kept is not None:
             before, facts, handles, made, _ = self._kept
             if (
-                len(parameters) == len(before)
-                and all(map(is_, parameters, before))
+                _are_same(parameters, before)
                 and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles)
                 and _facts(parameters) == facts
             ):
                 return made
+        if any(type(parameter) is not nn.Parameter or parameter.is_meta for parameter in parameters):
+            return make()
+        facts, memory = _facts(parameters), [parameter.detach() for parameter in parameters]
+        handles = [handle for parameter in parameters for handle, _ in hooks_in_backward(parameter)]
         made = make()
-        if all(type(parameter) is nn.Parameter and not parameter.is_meta for parameter in parameters):
-            handles = [handle for parameter in parameters for handle, _ in hooks_in_backward(parameter)]
-            memory = [parameter.detach() for parameter in parameters]  # while it is referred to, no other has its addresses
-            self._kept = parameters, _facts(parameters), handles, made, memory
+        # While their memory is referred to, no other can have its address.
+        self._kept = parameters, facts, handles, made, memory
         return made
 
 
 def _facts(parameters: Sequence[Tensor]) -> list[Any]:
     """Return what may change about parameters."""
-    facts: list[Any] = [_active_replicas()]
+    replicas = _active_replicas()
+    facts: list[Any] = [replicas and ref(replicas)]
     for parameter in parameters:
         attributes = parameter.__dict__
-        if attributes:
-            optimizers = attributes.get(_UPDATING), *attributes.get("_in_backward_optimizers", ())
-            facts.append((parameter.data_ptr(), parameter.requires_grad, optimizers))
-        else:
-            facts.append(parameter.data_ptr())
-            facts.append(parameter.requires_grad)
+        optimizers = (attributes.get(_UPDATING), *attributes.get("_in_backward_optimizers", ())) if attributes else None
+        facts.append((parameter.data_ptr(), parameter.stride(), parameter.shape, parameter.requires_grad, optimizers))
     return facts
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether two sequences have the same objects; equal tensors would have to be compared by their values."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _tensors_of(states: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Any]:
+    return [state.get(name) for name in ("step", *names) for state in states]
+
+
+def _memory_of(states: Sequence[Sequence[Tensor]]) -> list[Any]:
+    return [(tensor.data_ptr(), tensor.stride()) for of_name in states for tensor in of_name]
+
+
+def current_updates(updates: Updates | None, cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Updates | None:
+    """Return the updates of the next step: those found before, unless settings have changed such that they are impossible."""
+    return updates if updates is None or updates.are_possible() else find_updates(cores, diagonals)
 
 
 def init_state_(optimizer: Optimizer, parameter: nn.Parameter) -> None:

@@ -60,10 +60,14 @@ def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], rows:
         joined, ids_of_table = torch.cat(_offset_ids(ids, firsts, rows)), 0
     leading, trailing = (sum(modes) for modes in zip(*row_shapes, strict=True))
     modes = [number for shape in row_shapes for number in shape]
-    # Only tracers need the registered operator, which takes longer to call than kernels to run.
-    plan = _plan_pairs if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() else split_and_sort
+    plan = _plan_pairs if _is_transformed() else split_and_sort
     pairs, slices, order = plan(joined, modes, list(rows), ids_of_table)
     return PairPlan(pairs=pairs, slices=slices, order=order, counts=(leading, trailing))
+
+
+def _is_transformed() -> bool:
+    """Return whether a tracer or transform needs the registered operators, which take longer to call than kernels to run."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()
 
 
 def _join(ids: Sequence[Tensor]) -> Tensor:
@@ -136,8 +140,7 @@ def plan_hot_rows(pairs: Tensor, trailing: Sequence[int], first_rows: Sequence[i
         blocks: the numbers of rows of each table's blocks.
     """
     sizes = [list(trailing), list(first_rows), [len(table) for table in blocks], [count for table in blocks for count in table]]
-    # Only tracers need the registered operator.
-    plan = _plan_hot_rows if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() else split_and_sort_hot_rows
+    plan = _plan_hot_rows if _is_transformed() else split_and_sort_hot_rows
     hot_pairs, slices, order = plan(pairs, *sizes)
     return PairPlan(pairs=hot_pairs, slices=slices, order=order, counts=(sum(sizes[-1]), len(sizes[-1])))
 
@@ -162,7 +165,7 @@ def split_and_sort_hot_rows(
         columns = zip(trailing, first_rows, sums, first_hot, first_blocks, first_blocks[1:], strict=False)
         kernels = importlib.import_module("comera_rec.ops.plan.triton")
         kernels.hot_launch(pairs.shape[1], firsts[-1], len(rows), max(blocks))(
-            pairs_ptr=pairs.int(), tables_ptr=on_device(list(columns), pairs.device),
+            pairs_ptr=pairs, tables_ptr=on_device(list(columns), pairs.device),
             firsts_ptr=on_device([firsts], pairs.device), hot_pairs_ptr=hot_pairs, keys_ptr=keys,
         )  # fmt: skip
     return hot_pairs, *sort_keys(keys)
