@@ -148,6 +148,6 @@ def _triton_on_fake_tensors() -> Iterator[None]:
     """Make the CPU appear to be a device on which Triton runs, as it can in its interpreter."""
     aligned = mock.patch.object(kernel_calls, "_address", return_value=0)  # fake tensors have no address
     constants = [mock.patch.object(module, "on_device", _constants) for module in (kernel_calls, pairs)]  # cached on a GPU
-    host = mock.patch.object(updates, "_count", return_value=None)  # the host counts steps
+    host = mock.patch.multiple(updates, _count=lambda _: None, _memory_of=lambda _: [])  # the host counts steps
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), aligned, constants[0], constants[1], host, FakeTensorMode():
         yield

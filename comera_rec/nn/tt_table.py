@@ -14,7 +14,8 @@ from comera_rec.nn.hot_rows import HotRows, require_blocks
 from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, plan_lookup
 from comera_rec.ops.bags import Table, TableGroup, require_bags_impl, resolve_bags_impl
-from comera_rec.ops.bags.updates import UntilChanged, can_update, register_update, unregister_update
+from comera_rec.ops.bags.kept import UntilChanged
+from comera_rec.ops.bags.updates import can_update, register_update, unregister_update
 from comera_rec.tt import TTShape, require_positive, slice_major
 from data_pipeline.errors import UserError
 

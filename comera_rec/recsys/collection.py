@@ -21,7 +21,8 @@ from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
 from comera_rec.ops.bags import Slots, TableGroup, write_slots
-from comera_rec.ops.bags.updates import UntilChanged, update_kinds
+from comera_rec.ops.bags.kept import UntilChanged
+from comera_rec.ops.bags.updates import update_kinds
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 from comera_rec.recsys.keyed import in_order, joined, lengths_of, repeated, require_features, take_weights, values_by_feature

@@ -16,7 +16,7 @@ from torchrec.optim import apply_optimizer_in_backward
 
 from comera_rec import TTEmbeddingBagCollection, TTEmbeddingBagConfig
 from comera_rec.nn import update_in_backward_
-from comera_rec.ops.bags.updates import UntilChanged
+from comera_rec.ops.bags.kept import UntilChanged
 from comera_rec.rank import truncate_ranks_
 
 

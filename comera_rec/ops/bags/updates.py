@@ -19,14 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary, ref
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from comera_rec.ops.bags.table import Table
 from data_pipeline.errors import UserError
@@ -53,8 +52,7 @@ _KINDS: dict[type[Optimizer], Kind] = {
                             ("exp_avg", "exp_avg_sq")),
 }  # fmt: skip
 ROW_WISE = Kind("RowWiseAdagrad", 2, _ADAGRAD, {"maximize": False}, ("sum",))
-_UPDATING = "_comera_updating"  # attribute of a parameter that an optimizer updates in backward
-T = TypeVar("T")
+UPDATING = "_comera_updating"  # attribute of a parameter that an optimizer updates in backward
 IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # imported only if one is: that takes a second
 
 
@@ -70,7 +68,7 @@ class _Updating:
 
 def unregister_update(core: nn.Parameter) -> None:
     """Let a core get gradients again."""
-    core.__dict__.pop(_UPDATING, None)
+    core.__dict__.pop(UPDATING, None)
 
 
 def register_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
@@ -78,7 +76,7 @@ def register_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
     number = _group_of(core, optimizer)
     if number is None:
         return False
-    setattr(core, _UPDATING, _Updating(optimizer, number))
+    setattr(core, UPDATING, _Updating(optimizer, number))
     core.grad = None  # `zero_grad` may keep it, and the optimizer would step by zeros
     return True
 
@@ -137,7 +135,7 @@ class Updates:
     def are_possible(self) -> bool:
         """Whether all optimizers still have settings with which they can be applied slice by slice."""
         now = self._settings_now()
-        if not _are_same(now, self._seen):
+        if not are_same(now, self._seen):
             if not all(kind_of(*optimizer) is self.kind for optimizer in self._optimizers):
                 return False
             self._seen = now
@@ -154,7 +152,7 @@ class Updates:
     def _numbers(self, counts: Tensor | None) -> list[float]:
         """Return the settings of all parameters as the operator takes them, after so many steps."""
         now, (seen, numbers) = self._settings_now(), self._rules
-        if _are_same(now, seen):
+        if are_same(now, seen):
             return numbers
         groups = self._groups()
         by_steps = counts is not None and any("betas" in group or group.get("lr_decay") for group in groups)
@@ -197,7 +195,7 @@ class Updates:
             optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
         ]
         tensors, memory = self._found
-        if self._count is not None and _are_same(_tensors_of(by_parameter, names), tensors) and _memory_of(self._states) == memory:
+        if self._count is not None and are_same(_tensors_of(by_parameter, names), tensors) and _memory_of(self._states) == memory:
             return self._count.add_(1), self._states
         entries = list(zip(self._parameters, by_parameter, self._groups(), strict=True))
         self._states = [[_state(self.kind, *entry, name) for entry in entries] for name in names]
@@ -215,7 +213,7 @@ class Updates:
             ValueError: for row-wise Adagrad that kernels can't apply, because its own step doesn't work for cores.
         """
         now, (seen, made) = self._settings_now(), self._gpu_rules
-        if _are_same(now, seen):
+        if are_same(now, seen):
             rules: tuple[dict[str, Any], dict[str, Any]] | None = made
             return rules
         groups = self._groups()
@@ -236,56 +234,7 @@ class Updates:
         return rules
 
 
-class UntilChanged(Generic[T]):
-    """Keeps what was made of parameters until they, their memory, or the optimizers that update them in backward change.
-
-    Nothing is kept by tracers and transforms, in copies and in pickles. Threads may share it.
-    """
-
-    def __init__(self) -> None:
-        self._kept: tuple[list[Tensor], list[Any], list[Any], T, list[Tensor]] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-    def clear(self) -> None:
-        """Keep nothing, so that the memory of parameters can be freed."""
-        self._kept = None
-
-    def get(self, parameters: list[Tensor], make: Callable[[], T]) -> T:
-        """Return what `make` returned for these parameters, calling it if need be."""
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
-            return make()
-        if self._kept is not None:
-            before, facts, handles, made, _ = self._kept
-            if (
-                _are_same(parameters, before)
-                and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles)
-                and _facts(parameters) == facts
-            ):
-                return made
-        if any(type(parameter) is not nn.Parameter or parameter.is_meta for parameter in parameters):
-            return make()
-        facts, memory = _facts(parameters), [parameter.detach() for parameter in parameters]
-        handles = [handle for parameter in parameters for handle, _ in hooks_in_backward(parameter)]
-        made = make()
-        # While their memory is referred to, no other can have its address.
-        self._kept = parameters, facts, handles, made, memory
-        return made
-
-
-def _facts(parameters: Sequence[Tensor]) -> list[Any]:
-    """Return what may change about parameters."""
-    replicas = _active_replicas()
-    facts: list[Any] = [replicas and ref(replicas)]
-    for parameter in parameters:
-        attributes = parameter.__dict__
-        optimizers = (attributes.get(_UPDATING), *attributes.get("_in_backward_optimizers", ())) if attributes else None
-        facts.append((parameter.data_ptr(), parameter.stride(), parameter.shape, parameter.requires_grad, optimizers))
-    return facts
-
-
-def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Return whether two sequences have the same objects; equal tensors would have to be compared by their values."""
     return len(one) == len(other) and all(map(is_, one, other))
 
@@ -461,14 +410,14 @@ def is_row_wise(optimizer: Optimizer) -> bool:
 _AVERAGED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # ids of parameters, by the module that averages them
 
 
-def _active_replicas() -> Any:
+def active_replicas() -> Any:
     """Return the DistributedDataParallel in whose forward this runs, or None."""
     return _torchs(DistributedDataParallel, "_get_active_ddp_module")()
 
 
 def _averaged_parameters() -> set[int]:
     """Return the ids of parameters whose gradients a DistributedDataParallel averages, if this runs in the forward of one."""
-    replicas = _active_replicas()
+    replicas = active_replicas()
     if replicas is None:
         return set()
     if replicas not in _AVERAGED:
@@ -488,7 +437,7 @@ def _optimizers_of(parameters: Sequence[Tensor]) -> list[tuple[Optimizer, int] |
         # Reading __dict__ is faster than looking up attributes, and it is empty unless an optimizer was registered.
         attributes, optimizer = parameter.__dict__, None
         if attributes and parameter.requires_grad:
-            updating: _Updating | None = attributes.get(_UPDATING)
+            updating: _Updating | None = attributes.get(UPDATING)
             if updating is not None:
                 optimizer = None if id(parameter) in averaged else updating.pair
             elif len(stepping := attributes.get("_in_backward_optimizers", ())) == 1 and hooks_in_backward(parameter):
