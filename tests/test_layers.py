@@ -19,7 +19,6 @@ ROOT = Path(comera_rec.__file__).parents[1]
 # Lowest first; a layer imports those before it. train.py, the script for torchrun, is another entry to the command line.
 LAYERS = [
     "distributed", "tt", "ops", "nn", "rank", "recsys", "convert", "data", "report", "training", "serving", "cli", "train",
-    "testing",
 ]  # fmt: skip
 READS_MANIFEST = {"data_pipeline", "data", "training", "serving", "cli", "train"}
 ANYWHERE = {"data_pipeline.atomic", "data_pipeline.errors", "data_pipeline.similarity"}  # know nothing of data sets

@@ -18,8 +18,9 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
+from processes import CONTEXT
+
 from comera_rec.cli.main import main
-from comera_rec.testing import CONTEXT
 
 CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys

@@ -56,7 +56,7 @@ class Launch:
     @cached_property
     def _compiled_for(self) -> tuple[object, ...]:
         """What the kernel is compiled for, apart from tensors: constants, and whether numbers are of 32 bits."""
-        return self.variant, tuple(number > _LARGEST for number in self.numbers.values())
+        return id(self.kernel), self.variant, tuple(number > _LARGEST for number in self.numbers.values())
 
     @cached_property
     def _grid(self) -> tuple[int, int, int]:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 from dlrm_models import dlrm, tables
+from processes import run
 from torch import nn
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from comera_rec import TTEmbeddingBag, TTEmbeddingBagCollection, TTLinear, build_dlrm, export_dense
 from comera_rec.nn import replace_modules_
-from comera_rec.testing import run
 
 
 def test_shared_modules_stay_shared_and_modes_are_kept() -> None:

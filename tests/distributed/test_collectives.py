@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run as run_processes
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from comera_rec import TTEmbeddingBag
 from comera_rec.distributed import WORLD, join_launched, launcher_number
-from comera_rec.testing import run as run_processes
 
 pytestmark = pytest.mark.distributed
 

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from foreign_programs import PROGRAMS, SAMPLES, batch
+from processes import run
 from sharding import shard
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -15,7 +16,6 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
-from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchrec.optim
 from in_backward import _apply_optimizer_in_backward, _get_in_backward_optimizers
+from processes import run
 from sharding import shard
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
@@ -21,7 +22,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 import comera_rec as cr
 from comera_rec.rank import truncate_ranks_
 from comera_rec.recsys.sharding import optimizer_state, rewrap_data_parallel_
-from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
 

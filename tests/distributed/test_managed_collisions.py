@@ -9,6 +9,7 @@ import pytest
 import torch
 from in_backward import _apply_optimizer_in_backward
 from managed import managed_collisions
+from processes import run
 from sharding import shard
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, PoolingType
@@ -21,7 +22,6 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCo
 
 import comera_rec as cr
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
-from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run
 from sharding import shard
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -19,7 +20,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import comera_rec as cr
 from comera_rec.recsys.sharding.planner import count_bytes
-from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from processes import run
 from sharding import shard
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor, PoolingType
@@ -29,7 +30,6 @@ from comera_rec.recsys.sharding import (
     rewrap_data_parallel_,
 )
 from comera_rec.recsys.sharding.parts import RowShard
-from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -18,7 +19,6 @@ from torchrec.distributed.sharding_plan import column_wise, construct_module_sha
 from torchrec.distributed.types import ShardingPlan
 
 import comera_rec as cr
-from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from processes import run
 from sharding import shard
 from torch import Tensor, nn
 from torchrec import EmbeddingConfig, KeyedJaggedTensor
 
 import comera_rec as cr
-from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
 

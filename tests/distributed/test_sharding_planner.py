@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from managed import managed_collisions
+from processes import run
 from torch import nn
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -23,7 +24,6 @@ import comera_rec as cr
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding.planner import TTEnumerator, count_bytes
-from comera_rec.testing import run
 
 KINDS = ("data_parallel", "table_wise", "row_wise")
 

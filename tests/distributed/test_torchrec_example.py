@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from comera_rec.testing import CONTEXT
+from processes import CONTEXT
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "torchrec"

@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward
+from processes import run as run_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import comera_rec as cr
 from comera_rec.nn import update_in_backward_
-from comera_rec.testing import run as run_processes
 
 SHAPES = [cr.TTShape((7, 9), (4, 4), (5,)), cr.TTShape((4, 5, 3), (2, 2, 4), (3, 4))]
 

@@ -115,9 +115,9 @@ def error_of(answer: httpx.Response) -> str:
     return error
 
 
-def refuse_mistakes(client: httpx.Client, good: dict[str, Any]) -> None:
-    """Check that every bad request is answered in one line."""
-    for method, path, body in bad_requests("model", good):
+def refuse_mistakes(client: httpx.Client, good: dict[str, Any], step: int = 1) -> None:
+    """Check that every bad request, or one in `step`, is answered in one line."""
+    for method, path, body in bad_requests("model", good)[::step]:
         if len(body or b"") < 1 << 20:
             answer = client.request(method, path, content=body)
             assert 400 <= answer.status_code < 500, f"{method} {path} {(body or b'')[:60]!r}: {answer} {answer.content}"
@@ -165,10 +165,10 @@ def test_load_with_new_versions(package: Callable[[str], Path], data: Path, tmp_
         contextlib.ExitStack() as at_end,
     ):
         at_end.callback(stop.set)
+        refuse_mistakes(client, good)
         asking = [pool.submit(ask, client) for _ in range(3)]
-        for number, model in enumerate((*models[::-1], models[1])):
-            if number < 2:
-                refuse_mistakes(client, good)
+        for model in (*models[::-1], models[1]):
+            refuse_mistakes(client, good, step=5)
             growth.append(resident_mib(pid))
             shutil.copy(model, tmp_path / "new")
             (tmp_path / "new").replace(path)

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from processes import run as run_processes
 from torch.distributed.checkpoint.metadata import Metadata
 
-from comera_rec.testing import run as run_processes
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
 from comera_rec.training.memory import PeakMemory
 

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import CONTEXT
 
-from comera_rec.testing import CONTEXT
 from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.stopping import Interrupted

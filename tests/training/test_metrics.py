@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run as run_processes
 from torch import Tensor
 
-from comera_rec.testing import run as run_processes
 from comera_rec.training.metrics import BinaryMetrics, OneClass, mean_of_tasks
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run as run_processes
 
 from comera_rec.distributed import WORLD
-from comera_rec.testing import run as run_processes
 from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import evaluate

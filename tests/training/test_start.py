@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run as run_processes
 
 from comera_rec.convert.start import start_from_vectors_, starting_rows
 from comera_rec.nn import TTEmbeddingBag
-from comera_rec.testing import run as run_processes
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.model import Schema, table_configs
