@@ -14,7 +14,7 @@ from bag_tables import plan_of, pool, tables_of
 from torch import Tensor, nn
 
 from comera_rec.ops import PairPlan, plan_lookup, tt_bags
-from comera_rec.ops.bags import kernel_calls
+from comera_rec.ops.bags import TableGroup, kernel_calls
 from comera_rec.ops.bags.updates import register_update
 from comera_rec.ops.plan import pairs as pairs_module
 from comera_rec.ops.plan.pairs import plan_hot_rows
@@ -349,6 +349,34 @@ def test_tables_are_rounded_independently(device: str) -> None:
         look_up(tables, ids, torch.arange(5), "triton").sum().backward()
     for one, other in zip(*(table.parameters() for table in tables), strict=True):
         assert not torch.equal(one, other)
+
+
+def test_what_is_kept_follows_states_that_move(device: str) -> None:
+    """A group of tables is looked up again after its optimizer's states have been replaced."""
+    results = []
+    for is_kept in (True, False):
+        torch.manual_seed(0)
+        tables = make_tables(hot=HOT_ROWS).to(device)
+        ids, offsets = draw(tables, LENGTHS["jagged"])
+        optimizer = torch.optim.Adagrad(tables.parameters(), lr=0.1)
+        assert all(register_update(parameter, optimizer) for parameter in tables.parameters())
+        parts = [table.forward_parameters() for table in tables]
+        group = TableGroup(parts)
+        for _ in range(3):
+            plan = plan_of(tables, [each.to(device) for each in ids], "triton")
+            looked_up = tt_bags(group if is_kept else parts, plan, offsets.to(device), num_cols=6, features=2, impl="triton")
+            looked_up.square().sum().backward()
+            for state in reversed(optimizer.state.values()):
+                state["sum"] = state["sum"] + 1
+        results.append(list(tables.parameters()))
+    torch.testing.assert_close(*results)
+
+
+def test_ids_are_joined_in_their_order(device: str) -> None:
+    tables = make_tables(shapes=[SHAPES[2][0]] * 2)
+    first, second = torch.randint(tables[0].num_embeddings, (20,)).to(device).chunk(2)
+    for ids in ([second, first], [first, first], [first[::2], second[:5]], [first, second]):
+        check(tables, ids, torch.arange(1 + sum(map(len, ids))), device)
 
 
 def test_a_strided_diagonal_is_read_where_its_numbers_are(device: str) -> None:

@@ -162,7 +162,7 @@ def split_and_sort_hot_rows(
     if keys.numel():
         first_hot = [firsts[block] for block in first_blocks]
         sums = [beyond - first for first, beyond in pairwise(first_hot)]
-        columns = zip(trailing, first_rows, sums, first_hot, first_blocks, first_blocks[1:], strict=False)
+        columns = zip(trailing, first_rows, sums, first_hot, first_blocks, strict=False)
         kernels = importlib.import_module("comera_rec.ops.plan.triton")
         kernels.hot_launch(pairs.shape[1], firsts[-1], len(rows), max(blocks))(
             pairs_ptr=pairs, tables_ptr=on_device(list(columns), pairs.device),

@@ -13,9 +13,9 @@ from comera_rec.ops.launch import Launch, block, ceil_div
 
 COLUMNS = 5
 """What `_split_ids` gets for each table: rows, trailing slices, numbers of its first leading and trailing slice, its first row."""
-HOT_COLUMNS = tl.constexpr(6)
-"""What `_split_hot_rows` gets for each table: the factor of p, the row of id 0, hot rows, and numbers of its first hot row, of its
-first block and of the next table's."""
+HOT_COLUMNS = tl.constexpr(5)
+"""What `_split_hot_rows` gets for each table: the factor of p, the row of id 0, hot rows, and numbers of its first hot row and its
+first block."""
 
 
 @triton.jit(do_not_specialize=["num_ids", "ids_of_table", "num_left"])
@@ -85,10 +85,9 @@ def _split_hot_rows(
     row = p * tl.load(table_ptr) + q + tl.load(table_ptr + 1)
     is_hot = (p >= 0) & (row < tl.load(table_ptr + 2))
     number = tl.where(is_hot, row + tl.load(table_ptr + 3), num_rows)
-    block, beyond = tl.load(table_ptr + 4), tl.load(table_ptr + 5)
+    block = tl.load(table_ptr + 4)
     for _ in tl.static_range(MOST_BLOCKS - 1):
-        is_later = (block + 1 < beyond) & (number >= tl.load(firsts_ptr + tl.minimum(block + 1, num_blocks)))
-        block = tl.where(is_later, block + 1, block)
+        block += (number >= tl.load(firsts_ptr + tl.minimum(block + 1, num_blocks))).to(tl.int64)
     block = tl.where(is_hot, block, num_blocks)
     within = tl.where(is_hot, number - tl.load(firsts_ptr + block), -1)
     tl.store(hot_pairs_ptr + position, within.to(tl.int32), mask=is_id)
