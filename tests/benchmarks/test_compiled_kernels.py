@@ -20,7 +20,7 @@ OF_STEPS = [
     *({"dim": dim, "rank": rank, "architecture": 90} for dim, rank in ((64, 8), (64, 32), (128, 16), (128, 32))),
     {"dim": 64, "rank": 16, "architecture": 90, "weighted": True},
     {"dim": 64, "rank": 16, "architecture": 90, "dtype": torch.bfloat16},
-    {"dim": 64, "rank": 16, "architecture": 90, "hot_rows": ((1000, 8),)},
+    {"dim": 64, "rank": 16, "architecture": 90, "hot_rows": ((1000, 8), (2000, 4))},
 ]
 
 
