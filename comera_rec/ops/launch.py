@@ -40,7 +40,7 @@ class Launch:
             # Triton finds a kernel anew in every launch, and asks the driver about each pointer, which takes tens of microseconds:
             # where nothing that a kernel is compiled for differs, the one that it found is launched again, by addresses.
             addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-            kinds = [(tensor.dtype, tensor.get_device(), tensor.data_ptr() % 16 == 0) for tensor in tensors.values()]
+            kinds = [(tensor.dtype, tensor.get_device(), addresses[name] % 16 == 0) for name, tensor in tensors.items()]
             key = self._compiled_for, *tensors, *kinds
             compiled = _COMPILED.get(key)
             if compiled is not None:

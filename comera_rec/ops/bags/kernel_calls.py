@@ -72,7 +72,7 @@ class KernelTables:
         half = len(cores) // 2
         self.leading, self.trailing, self.first_diagonal = cores[0], cores[half], diagonals[0] if diagonals else cores[0]
         self.counts = tuple(sum(core.shape[1] for core in side) for side in (cores[:half], cores[half:]))
-        self.diagonal_sizes = [len(diagonal) for diagonal in diagonals]
+        self.are_scaled = bool(diagonals)
         self.n1, self.n2 = cores[0].shape[2], cores[-1].shape[2]
         self.ranks = [core.shape[3] for core in cores[:half]]
         self.are_aligned = all(
@@ -123,7 +123,7 @@ class KernelCalls:
         self._pooling: dict[str, Any] = {"mode": mode, "weighted": weights is not None}
         self.sizes = self._kernels.Sizes(
             num_ids=self.num_ids, counts=tables.counts, n1=tables.n1, rank=tables.rank, n2=tables.n2,
-            num_cols=num_cols, scaled=bool(tables.diagonal_sizes), aligned=tables.are_aligned,
+            num_cols=num_cols, scaled=tables.are_scaled, aligned=tables.are_aligned,
         )  # fmt: skip
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ class KernelCalls:
             "tables_ptr": columns,
             "d_ptr": tables.first_diagonal,
             "products_ptr": torch.empty(
-                self.sizes.counts[1] if tables.diagonal_sizes else 0, self.sizes.rank, dtype=torch.float32,
+                self.sizes.counts[1] if tables.are_scaled else 0, self.sizes.rank, dtype=torch.float32,
                 device=tables.leading.device,
             ),
             "seed_ptr": self._seed(cores, diagonals),
