@@ -240,9 +240,14 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         modules: Any = self.tt_bags._modules  # faster than by name
         parameters = [each for table in modules.values() for each in table.lookup_parameters()]
         lookups = self._kept_lookups.get(parameters, self._make_lookups)
-        if all(modules[name] is table for lookup in lookups for name, table in zip(lookup.tables, lookup.modules, strict=True)):
-            return lookups
-        return self._make_lookups()
+        if any(
+            modules[name] is not table or table.mode != lookup.mode
+            for lookup in lookups
+            for name, table in zip(lookup.tables, lookup.modules, strict=True)
+        ):
+            self._kept_lookups.clear()
+            lookups = self._kept_lookups.get(parameters, self._make_lookups)
+        return lookups
 
     def _make_lookups(self) -> list[_Lookup]:
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
@@ -288,7 +293,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             plans.get(lookup.tables) or self._plan(lookup, ids),
             offsets,
             num_cols=lookup.num_cols,
-            mode=lookup.modules[0].mode,
+            mode=lookup.mode,
             per_sample_weights=weights,
             features=len(lookup.features) if in_one_batch and self.is_pooled else 1,
             update_in_backward=self.update_in_backward,
@@ -364,7 +369,7 @@ class _Lookup:
         self.tables = tuple(config.name for config in configs)
         self.features = [feature for config in configs for feature in config.feature_names]
         self.messages = [[f"table {config.name!r} (feature {feature!r})" for feature in config.feature_names] for config in configs]
-        self.num_cols = configs[0].embedding_dim
+        self.num_cols, self.mode = configs[0].embedding_dim, modules[0].mode
         core = modules[0].core_0
         self.takes_slots = core.device.type == "cpu" and core.dtype == torch.float32 and modules[0].shape.order > 1
 
