@@ -44,10 +44,10 @@ NONE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step's operators of torch, each with the kernels that it launches, and our launches with their tensors."""
+    """A step's operators of torch, each with the kernels that it launches, and our launches."""
 
     torch: list[tuple[str, int]] = field(default_factory=list)
-    launches: list[tuple[Launch, dict[str, Tensor]]] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
 
     @property
     def kernels(self) -> int:
@@ -128,7 +128,7 @@ def count_step(
         launches.clear()
         with counter:
             train()
-        return Step(torch=counter.operators, launches=[(launch, dict(tensors)) for launch, tensors in launches])
+        return Step(torch=counter.operators, launches=list(launches))
 
 
 def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

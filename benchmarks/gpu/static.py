@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,20 +59,20 @@ def cases(quick: bool) -> list[StaticCase]:
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield a row for each kernel that a step launches."""
     for case, rows in each_case("gpu-static", cases(settings.quick), settings, threads=0, machine="compiled, nothing measured"):
-        kernels = {name: compile_launch(*each, case.architecture) for name, each in step_kernels(case.dim, case.rank).items()}
+        kernels = {name: compile_launch(each, case.architecture) for name, each in step_kernels(case.dim, case.rank).items()}
         sizes = {name: [float(len(kernel.names))] for name, kernel in kernels.items()}
         yield rows("compiled", "instructions", sizes, {name: kernel.counted() for name, kernel in kernels.items()})
 
 
-def step_kernels(dim: int, rank: int, batch: int = 16_384, **options: Any) -> dict[str, tuple[Launch, Mapping[str, Tensor]]]:
-    """Name -> launch and tensors of each Triton kernel of a step that updates cores in backward; `options` of `count_step`."""
+def step_kernels(dim: int, rank: int, batch: int = 16_384, **options: Any) -> dict[str, Launch]:
+    """Name -> launch of each Triton kernel of a step that updates cores in backward; `options` of `count_step`."""
     shapes = [TTShape.for_table(rows, dim, tt_ranks=rank, order=2) for rows in ROWS]
-    by_name: dict[str, tuple[Launch, Mapping[str, Tensor]]] = {}
-    for launch, tensors in count_step(shapes, batch, **options).launches:
-        name = launch.kernel.__name__.strip("_").replace("_", " ")
-        if launch.constants.get("STEP", 1) > 1:
+    by_name: dict[str, Launch] = {}
+    for launch in count_step(shapes, batch, **options).launches:
+        name = launch.kernel.function.__name__.strip("_").replace("_", " ")
+        if launch.kernel.constants.get("STEP", 1) > 1:
             name += " of groups"
-        by_name.setdefault(name, (launch, tensors))
+        by_name.setdefault(name, launch)
     return by_name
 
 
@@ -104,9 +104,9 @@ class Compiled:
         return {"registers": self.registers, "spilled_bytes": self.spilled, "shared_bytes": self.shared}
 
 
-def compile_launch(launch: Launch, tensors: Mapping[str, Tensor], architecture: int) -> Compiled:
+def compile_launch(launch: Launch, architecture: int) -> Compiled:
     """Compile what a launch would run on an NVIDIA GPU of one of `ARCHITECTURES`."""
-    kernel = _compile(launch, tensors, GPUTarget("cuda", architecture, 32))
+    kernel = _compile(launch, GPUTarget("cuda", architecture, 32))
     cubin = kernel.asm["cubin"]
     usage = _run("cuobjdump", cubin, "-res-usage")
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
@@ -114,23 +114,23 @@ def compile_launch(launch: Launch, tensors: Mapping[str, Tensor], architecture: 
     return Compiled(registers=int(match[1]), spilled=int(match[2]), shared=kernel.metadata.shared, cubin=cubin)
 
 
-def compile_for_amd(launch: Launch, tensors: Mapping[str, Tensor], architecture: str = "gfx942") -> str:
+def compile_for_amd(launch: Launch, architecture: str = "gfx942") -> str:
     """Compile what a launch would run on an AMD GPU; return the assembly, whose comments state registers and spills."""
-    assembly: str = _compile(launch, tensors, GPUTarget("hip", architecture, 64)).asm["amdgcn"]
+    assembly: str = _compile(launch, GPUTarget("hip", architecture, 64)).asm["amdgcn"]
     return assembly
 
 
-def _compile(launch: Launch, tensors: Mapping[str, Tensor], target: GPUTarget):  # type: ignore[no-untyped-def]
-    names = launch.kernel.arg_names
-    types = {name: "fp32" if isinstance(number, float) else "i32" for name, number in launch.numbers.items()}
-    types |= {name: _TYPES[tensor.dtype] for name, tensor in tensors.items()}
+def _compile(launch: Launch, target: GPUTarget):  # type: ignore[no-untyped-def]
+    kernel, types = launch.kernel, dict[str, str]()
+    for name, operand in launch.operands.items():
+        types[name] = _TYPES[operand.dtype] if isinstance(operand, Tensor) else "fp32" if isinstance(operand, float) else "i32"
     source = ASTSource(
-        fn=launch.kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in launch.constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in tensors},  # as torch allocates
+        fn=kernel.function,
+        signature=types | dict.fromkeys(kernel.constants, "constexpr"),
+        constexprs={(len(types) + k,): value for k, value in enumerate(kernel.constants.values())},
+        attrs={(k,): [["tt.divisibility", 16]] for k in range(kernel.num_tensors)},  # as torch allocates
     )
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.OPTIONS}
+    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, **kernel.OPTIONS}
     return triton.compile(source, target=target, options=options)
 
 

@@ -1,77 +1,89 @@
-"""One launch of a Triton kernel as data, which serves to run it on a GPU, compile it elsewhere, and count its variants."""
+"""Triton kernels that are launched with little work on the host, and launches as data, to compile them elsewhere and count them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
 
 LEAST_RANK = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """A kernel, its grid, and every argument that is not a tensor."""
+class Kernel:
+    """A kernel and the constants that it is compiled for.
 
-    kernel: Any
-    """A function under `triton.jit` that specializes on none of `numbers`."""
-    grid: tuple[int, ...]
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """Arguments that may change from call to call without another compilation."""
-    constants: Mapping[str, Any]
-    """Arguments that the kernel is compiled for."""
-    num_warps: int
-    num_stages: int = 1
+    Args:
+        function: under `triton.jit`. Its parameters are tensors, named *_ptr, then numbers, on none of which it specializes, then
+            constants.
+        num_warps, num_stages: as in Triton.
+        constants: in any order.
+    """
 
     OPTIONS: ClassVar[Mapping[str, object]] = {"enable_fp_fusion": True, "debug": True, "sanitize_overflow": False}
     """Fusing is explicit, because Triton 3.9 warns where its default is taken, and 3.10 changes it. Debugging keeps assertions."""
 
-    def __call__(self, **tensors: Tensor) -> None:
-        """Run on the current stream of the tensors' device; within `recorded_launches`, only record the launch."""
+    def __init__(self, function: Any, *, num_warps: int, num_stages: int = 1, **constants: Any) -> None:
+        self.function, self.num_warps, self.num_stages = function, num_warps, num_stages
+        names = function.arg_names
+        self.operands = tuple(names[: len(names) - len(constants)])
+        self.num_tensors = sum(name.endswith("_ptr") for name in self.operands)
+        self.constants = {name: constants[name] for name in names[len(self.operands) :]}
+        self._last = list(self.constants.values())
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def __call__(self, grid: tuple[int, ...], **operands: Any) -> None:
+        """Run on the current stream of the tensors' device; within `recorded_launches`, only record the launch.
+
+        Args:
+            grid: numbers of programs.
+            operands: tensors and numbers, in the order of the function's parameters.
+        """
         if _recorders:
-            _recorders[-1].append((self, tensors))
+            _recorders[-1].append(Launch(self, grid, operands))
             return
-        with torch.cuda.device_of(next(iter(tensors.values()))):
-            # Triton finds a kernel anew in every launch, and asks the driver about each pointer, which takes tens of microseconds:
-            # where nothing that a kernel is compiled for differs, the one that it found is launched again, by addresses.
-            addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-            kinds = [(tensor.dtype, tensor.get_device(), addresses[name] % 16 == 0) for name, tensor in tensors.items()]
-            key = self._compiled_for, *tensors, *kinds
-            compiled = _COMPILED.get(key)
-            if compiled is not None:
-                arguments = {**self.numbers, **self.constants, **addresses}
-                compiled[self._grid](*[arguments[name] for name in self.kernel.arg_names])
-                return
-            compiled = self.kernel[self.grid](
-                **tensors, **self.numbers, **self.constants, **self.OPTIONS, num_warps=self.num_warps, num_stages=self.num_stages
-            )
+        values = list(operands.values())
+        tensors, numbers = values[: self.num_tensors], values[self.num_tensors :]
+        device = tensors[0].get_device()
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(grid, **operands)
+            return
+        # Triton finds a kernel anew in every launch, and asks the driver about each pointer, which takes tens of microseconds:
+        # where nothing that a kernel is compiled for differs, the one that it found is launched again, by addresses.
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        key = (
+            *[tensor.dtype for tensor in tensors], *[tensor.get_device() for tensor in tensors],
+            *[address % 16 == 0 for address in addresses], max(numbers) > _LARGEST,
+        )  # fmt: skip
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            assert tuple(operands) == self.operands, f"{self.function.__name__} takes {self.operands} in this order"
+            how = {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.OPTIONS}
+            compiled = self.function[grid](**operands, **self.constants, **how)
             if compiled is not None:  # not in the interpreter
-                _COMPILED[key] = compiled
-
-    @cached_property
-    def _compiled_for(self) -> tuple[object, ...]:
-        """What the kernel is compiled for, apart from tensors: constants, and whether numbers are of 32 bits."""
-        return id(self.kernel), self.variant, tuple(number > _LARGEST for number in self.numbers.values())
-
-    @cached_property
-    def _grid(self) -> tuple[int, int, int]:
-        x, y, z = (*self.grid, 1, 1)[:3]
-        return x, y, z
+                self._compiled[key] = compiled
+        else:
+            compiled[(*grid, 1, 1)[:3]](*addresses, *numbers, *self._last)
 
     @property
     def variant(self) -> tuple[object, ...]:
         """The key of the compiled kernel, together with the tensors' types."""
-        return self.kernel.__name__, tuple(sorted(self.constants.items())), self.num_warps, self.num_stages
+        return self.function.__name__, tuple(self.constants.items()), self.num_warps, self.num_stages
+
+
+class Launch(NamedTuple):
+    """A launch that was recorded."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    operands: Mapping[str, Any]
 
 
 @contextmanager
-def recorded_launches() -> Iterator[list[tuple[Launch, Mapping[str, Tensor]]]]:
-    """Collect launches and their tensors without running them, to count what a step does, on fake tensors of any device."""
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Collect launches without running them, to count what a step does, on fake tensors of any device."""
     _recorders.append([])
     try:
         yield _recorders[-1]
@@ -79,8 +91,7 @@ def recorded_launches() -> Iterator[list[tuple[Launch, Mapping[str, Tensor]]]]:
         _recorders.pop()
 
 
-_recorders: list[list[tuple[Launch, Mapping[str, Tensor]]]] = []
-_COMPILED: dict[tuple[object, ...], Any] = {}
+_recorders: list[list[Launch]] = []
 _LARGEST = 0x7FFFFFFF
 
 

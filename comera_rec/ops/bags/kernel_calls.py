@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from comera_rec.ops.launch import rank_bucket
+from comera_rec.ops.launch import LEAST_RANK, ceil_div, rank_bucket
 from comera_rec.ops.plan.reference import first_keys, kept, on_device
 
 
@@ -24,11 +23,6 @@ class Sums(NamedTuple):
     left_owners: Tensor
     """[P] int32."""
     right_owners: Tensor
-
-    @property
-    def operands(self) -> dict[str, Tensor]:
-        """The arguments of kernels."""
-        return {f"{name}_ptr": tensor for name, tensor in self._asdict().items()}
 
 
 class Ending(NamedTuple):
@@ -48,10 +42,10 @@ class Ending(NamedTuple):
         return lr if isinstance(lr, Tensor) else None
 
     @property
-    def rule(self) -> Any:
+    def rule(self) -> dict[str, float]:
         """The settings as kernels take them."""
-        rule = _kernels()[1].Rule(**self.settings)
-        return rule if self.lr is None else rule._replace(lr=0.0)
+        lr, eps, weight_decay = (self.settings.get(name, 0.0) for name in ("lr", "eps", "weight_decay"))
+        return {"lr": 0.0 if isinstance(lr, Tensor) else lr, "eps": eps, "weight_decay": weight_decay}
 
 
 @cache
@@ -119,79 +113,90 @@ class KernelCalls:
         self._pairs, self._slices, self._order = plan
         self._offsets, self._weights = offsets, weights
         self.num_bags, self.num_ids = offsets.shape[0] - 1, self._pairs.shape[1]
-        self._bag_counts = {"num_bags": self.num_bags, "features": features}
-        self._pooling: dict[str, Any] = {"mode": mode, "weighted": weights is not None}
-        self.sizes = self._kernels.Sizes(
-            num_ids=self.num_ids, counts=tables.counts, n1=tables.n1, rank=tables.rank, n2=tables.n2,
-            num_cols=num_cols, scaled=tables.are_scaled, aligned=tables.are_aligned,
-        )  # fmt: skip
+        self._mode, self._features, self._num_cols = mode, features, num_cols
+        self._sizes = self._kernels.Sizes(tables.n1, tables.rank, tables.n2, num_cols, tables.are_scaled, tables.are_aligned)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return bags and the target of each id [L], a row of the bags as a matrix [B * F, N]."""
-        features, num_cols = self._bag_counts["features"], self.sizes.num_cols
-        out = self._tables.leading.new_empty(self.num_bags // features, features * num_cols)
+        out = self._tables.leading.new_empty(self.num_bags // self._features, self._features * self._num_cols)
         targets = torch.empty(self.num_ids, dtype=torch.int32, device=out.device)
         if out.numel():
-            self._pool(out, targets, self._offsets, self._weights, self._pooling["mode"], features)
+            self._pool(out, targets, self._offsets, self._weights, self._mode, self._features)
         return out, targets
 
     def _pool(self, out: Tensor, targets: Tensor, offsets: Tensor, weights: Tensor | None, mode: str, features: int) -> None:
         """Fill bags and targets."""
-        tables = self._tables
-        self._kernels.pool_launch(
-            self.sizes, num_bags=len(offsets) - 1, features=features, mode=mode, weighted=weights is not None
-        )(
+        tables, num_bags = self._tables, offsets.shape[0] - 1
+        kernel, bags_at_once, programs_of_bag = self._kernels.pool_kernel(self._sizes, mode, weights is not None)
+        kernel(
+            (ceil_div(num_bags, bags_at_once), programs_of_bag),
             a_ptr=tables.leading, b_ptr=tables.trailing, d_ptr=tables.first_diagonal, tables_ptr=tables.columns,
             pairs_ptr=self._pairs, offsets_ptr=offsets, weights_ptr=tables.leading if weights is None else weights,
             out_ptr=out, targets_ptr=targets,
+            num_ids=self.num_ids, num_bags=num_bags, bags_of_feature=num_bags // features,
         )  # fmt: skip
 
     def sum_slices(self, grad: Tensor, targets: Tensor) -> Sums:
         """Return sums over the ids of each slice."""
-        num_left, num_right = self.sizes.counts
+        tables, num_ids, chunk = self._tables, self.num_ids, self._kernels.CHUNK
+        num_left, num_right = tables.counts
         right_start = -(-num_left // 4) * 4  # at a multiple of 16 bytes
         owners = torch.empty(right_start + num_right, dtype=torch.int32, device=grad.device)
-        chunks = -(-self.num_ids // self._kernels.CHUNK)
+        chunks = ceil_div(num_ids, chunk)
+        widths = tables.rank * tables.n1, tables.rank * tables.n2  # multiples of 8, because ranks are
         left, right = (
-            torch.empty(count + chunks, self.sizes.rank * size, dtype=torch.float32, device=grad.device)
-            for count, size in zip(self.sizes.counts, (self.sizes.n1, self.sizes.n2), strict=True)
+            torch.empty(count + chunks, width, dtype=torch.float32, device=grad.device)
+            for count, width in zip(tables.counts, widths, strict=True)
         )
-        sizes, tables = self.sizes if _address(grad) % 16 == 0 else replace(self.sizes, aligned=False), self._tables
-        self._kernels.slices_launch(sizes, **self._bag_counts, num_owners=len(owners), **self._pooling)(
+        sizes = self._sizes if _address(grad) % 16 == 0 else self._sizes._replace(aligned=False)
+        kernel, programs_of_chunk = self._kernels.slices_kernel(sizes, self._mode, self._weights is not None)
+        kernel(
+            (2 * chunks, programs_of_chunk),
             grad_ptr=grad, a_ptr=tables.leading, b_ptr=tables.trailing, tables_ptr=tables.columns, pairs_ptr=self._pairs,
             slices_ptr=self._slices, order_ptr=self._order, targets_ptr=targets, offsets_ptr=self._offsets,
             weights_ptr=tables.leading if self._weights is None else self._weights,
             left_ptr=left, right_ptr=right, owners_ptr=owners,
+            num_ids=num_ids, num_bags=self.num_bags, bags_of_feature=self.num_bags // self._features,
+            num_left=num_left, num_right=num_right, num_owners=owners.shape[0],
         )  # fmt: skip
         sums = Sums(left, right, owners[:num_left], owners[right_start:])
-        for launch in self._updates.parts_launches(sizes):
-            launch(**sums.operands, slices_ptr=self._slices, order_ptr=self._order)
+        group = self._updates.GROUP
+        steps = zip((1, group) if chunks > group else (1,), self._updates.PARTS_AT_ONCE, strict=False)
+        for step, at_once in steps:
+            self._updates.parts_kernel(step, group, at_once)(
+                (ceil_div(chunks, step), ceil_div(max(widths), self._updates.PART_COLUMNS), 2),
+                left_ptr=left, right_ptr=right, left_owners_ptr=sums.left_owners, right_owners_ptr=sums.right_owners,
+                slices_ptr=self._slices, order_ptr=self._order,
+                num_ids=num_ids, num_left=num_left, num_right=num_right,
+                eighth_left=widths[0] // 8, eighth_right=widths[1] // 8,
+            )  # fmt: skip
         return sums
 
     def finish(self, sums: Sums, cores: Ending, diagonals: Ending | None) -> None:
         """Write the gradients of cores and diagonals or update them; `diagonals` is None if there are none."""
         tables, half = self._tables, len(self._tables.ranks)
+        num_left, num_right = tables.counts
         columns, are_aligned = tables.ends(cores.results, () if diagonals is None else diagonals.results)
-        operands = {
-            "tables_ptr": columns,
-            "d_ptr": tables.first_diagonal,
-            "products_ptr": torch.empty(
-                self.sizes.counts[1] if tables.are_scaled else 0, self.sizes.rank, dtype=torch.float32,
-                device=tables.leading.device,
-            ),
-            "seed_ptr": self._seed(cores, diagonals),
-        }  # fmt: skip
-        sizes = self.sizes if are_aligned else replace(self.sizes, aligned=False)
-        self._updates.finish_launch(sizes, cores.kind, cores.rule, lr_in_tensor=cores.lr is not None)(
-            **operands, **sums.operands, pairs_ptr=self._pairs, a_ptr=tables.leading, b_ptr=tables.trailing,
-            left_result_ptr=cores.results[0], right_result_ptr=cores.results[half],
-            lr_ptr=sums.left if cores.lr is None else cores.lr,
+        products = torch.empty(
+            num_right if tables.are_scaled else 0, tables.rank, dtype=torch.float32, device=tables.leading.device
+        )
+        seed = self._seed(cores, diagonals)
+        sizes = self._sizes if are_aligned else self._sizes._replace(aligned=False)
+        at_once = self._updates.SLICES_AT_ONCE
+        self._updates.finish_kernel(sizes, cores.kind, cores.lr is not None)(
+            (ceil_div(num_left, at_once) + ceil_div(num_right, at_once),),
+            left_ptr=sums.left, right_ptr=sums.right, left_owners_ptr=sums.left_owners, right_owners_ptr=sums.right_owners,
+            tables_ptr=columns, pairs_ptr=self._pairs, a_ptr=tables.leading, b_ptr=tables.trailing, d_ptr=tables.first_diagonal,
+            left_result_ptr=cores.results[0], right_result_ptr=cores.results[half], products_ptr=products,
+            lr_ptr=sums.left if cores.lr is None else cores.lr, seed_ptr=seed,
+            num_ids=self.num_ids, num_left=num_left, num_right=num_right, rank_limit=tables.rank, **cores.rule,
         )  # fmt: skip
         if diagonals is not None:
-            settings = {"lr_in_tensor": diagonals.lr is not None}
-            self._updates.diagonals_launch(self.sizes, half, diagonals.kind, diagonals.rule, **settings)(
-                **operands, result_ptr=diagonals.results[0],
-                lr_ptr=sums.left if diagonals.lr is None else diagonals.lr,
+            self._updates.diagonals_kernel(diagonals.kind, diagonals.lr is not None)(
+                (half, ceil_div(tables.rank, LEAST_RANK)),
+                products_ptr=products, tables_ptr=columns, d_ptr=tables.first_diagonal, result_ptr=diagonals.results[0],
+                lr_ptr=sums.left if diagonals.lr is None else diagonals.lr, seed_ptr=seed,
+                rank_limit=tables.rank, **diagonals.rule,
             )  # fmt: skip
 
     def _seed(self, *endings: Ending | None) -> Tensor:
@@ -204,10 +209,10 @@ class KernelCalls:
     def gradients_of_weights(self, grad: Tensor, targets: Tensor) -> Tensor:
         """Return the gradients of the weights, [L]: of each id its row times its bag's gradient; 0 for ids in no bag."""
         numbers = torch.arange(self.num_ids + 1, device=grad.device)
-        rows = grad.new_empty(self.num_ids, self.sizes.num_cols, dtype=torch.float32)
+        rows = grad.new_empty(self.num_ids, self._num_cols, dtype=torch.float32)
         self._pool(rows, torch.empty_like(targets), numbers, None, "sum", 1)
         is_pooled = numbers[:-1] < self._offsets[-1]
-        of_bags = grad.reshape(-1, self.sizes.num_cols).index_select(0, torch.where(is_pooled, targets, 0))
+        of_bags = grad.reshape(-1, self._num_cols).index_select(0, torch.where(is_pooled, targets, 0))
         return torch.where(is_pooled, rows.mul_(of_bags).sum(1), 0.0).to(grad.dtype)
 
 

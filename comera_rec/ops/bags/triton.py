@@ -15,13 +15,13 @@ those of the first table. Every sum has a fixed order, so that results do not ch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from comera_rec.ops.launch import Launch, block, ceil_div
+from comera_rec.ops.launch import Kernel, block, ceil_div
 
 CHUNK = 32
 """Ids that a program of `_sum_slices` takes: enough to reuse its accumulator, few enough to keep a GPU busy with 50,000 ids."""
@@ -31,13 +31,9 @@ TABLE = tl.constexpr(4)
 RANK, LEADING, TRAILING, DIAGONAL = (tl.constexpr(column) for column in range(4))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of a lookup, from which its launches follow."""
+class Sizes(NamedTuple):
+    """What the kernels of a lookup are compiled for."""
 
-    num_ids: int
-    counts: tuple[int, int]
-    """Leading and trailing slices of all tables."""
     n1: int
     rank: int
     """R, the largest rank that sums of slices have room for."""
@@ -341,41 +337,28 @@ def _sum_slices(
 
 
 @lru_cache(maxsize=256)
-def pool_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weighted: bool) -> Launch:
-    """Return the launch of `_pool`."""
+def pool_kernel(sizes: Sizes, mode: str, weighted: bool) -> tuple[Kernel, int, int]:
+    """Return `_pool`, the bags that a program takes, and the programs that share a bag."""
     (tile_1, down), (tile_2, across) = _tiles(sizes.n1), _tiles(sizes.n2)
     at_once = min(down * across, LANES)
-    return Launch(
-        kernel=_pool,
-        grid=(ceil_div(num_bags, LANES // at_once), down * across // at_once),
-        numbers={"num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features},
-        constants={
-            "N1": sizes.n1, "N2": sizes.n2, "N": sizes.num_cols, "SCALED": sizes.scaled, "ALIGNED": sizes.aligned,
-            "MODE": mode, "WEIGHTED": weighted,
-            "LANES": LANES, "TILE_1": tile_1, "TILE_2": tile_2, "DOWN": down, "ACROSS": across,
-        },
-        num_warps=1,
+    kernel = Kernel(
+        _pool, num_warps=1,
+        N1=sizes.n1, N2=sizes.n2, N=sizes.num_cols, SCALED=sizes.scaled, ALIGNED=sizes.aligned, MODE=mode, WEIGHTED=weighted,
+        LANES=LANES, TILE_1=tile_1, TILE_2=tile_2, DOWN=down, ACROSS=across,
     )  # fmt: skip
+    return kernel, LANES // at_once, down * across // at_once
 
 
 @lru_cache(maxsize=256)
-def slices_launch(sizes: Sizes, *, num_bags: int, features: int, num_owners: int, mode: str, weighted: bool) -> Launch:
-    """Return the launch of `_sum_slices`."""
+def slices_kernel(sizes: Sizes, mode: str, weighted: bool) -> tuple[Kernel, int]:
+    """Return `_sum_slices`, and the programs that share a chunk of ids."""
     (tile_1, across_1), (tile_2, across_2), (_, down) = _tiles(sizes.n1), _tiles(sizes.n2), _tiles(sizes.rank)
-    return Launch(
-        kernel=_sum_slices,
-        grid=(2 * ceil_div(sizes.num_ids, CHUNK), ceil_div(down * max(across_1, across_2), LANES)),
-        numbers={
-            "num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features,
-            "num_left": sizes.counts[0], "num_right": sizes.counts[1], "num_owners": num_owners,
-        },
-        constants={
-            "N1": sizes.n1, "R": sizes.rank, "N2": sizes.n2, "N": sizes.num_cols, "ALIGNED": sizes.aligned,
-            "MODE": mode, "WEIGHTED": weighted, "CHUNK": CHUNK, "LANES": LANES,
-            "TILE_1": tile_1, "TILE_2": tile_2, "DOWN": down, "ACROSS_1": across_1, "ACROSS_2": across_2,
-        },
-        num_warps=1,
+    kernel = Kernel(
+        _sum_slices, num_warps=1,
+        N1=sizes.n1, R=sizes.rank, N2=sizes.n2, N=sizes.num_cols, ALIGNED=sizes.aligned, MODE=mode, WEIGHTED=weighted,
+        CHUNK=CHUNK, LANES=LANES, TILE_1=tile_1, TILE_2=tile_2, DOWN=down, ACROSS_1=across_1, ACROSS_2=across_2,
     )  # fmt: skip
+    return kernel, ceil_div(down * max(across_1, across_2), LANES)
 
 
 def _tiles(size: int) -> tuple[int, int]:

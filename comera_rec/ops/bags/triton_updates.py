@@ -9,15 +9,13 @@ SGD and Adagrad change no others; with it, other slices don't shrink.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from comera_rec.ops.bags.triton import CHUNK, Sizes
-from comera_rec.ops.launch import LEAST_RANK, Launch, block, ceil_div
+from comera_rec.ops.launch import LEAST_RANK, Kernel, block
 
 COLUMNS = tl.constexpr(9)
 RANK, DIAGONAL, CORES, RESULTS = (tl.constexpr(column) for column in (0, 1, 2, 4))
@@ -29,17 +27,11 @@ GROUP = 16
 """Chunks whose parts `_sum_parts` adds up first."""
 PARTS_AT_ONCE = 8, 32
 """Parts that each launch of `_sum_parts` adds at once: most slices have few, but the most frequent ones thousands."""
+PART_COLUMNS = 128
+"""Numbers of a sum that a program of `_sum_parts` adds up."""
 DIAGONAL_SLICES = 1024
 """Trailing slices that `_finish_diagonals` adds up at once."""
-_SLICES_AT_ONCE = 8
-
-
-class Rule(NamedTuple):
-    """Settings of an optimizer; the learning rate is 0 if the device reads it from a tensor."""
-
-    lr: float = 0.0
-    eps: float = 0.0
-    weight_decay: float = 0.0
+SLICES_AT_ONCE = 8
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_left", "num_right", "eighth_left", "eighth_right"])
@@ -286,64 +278,29 @@ def _finish_diagonals(
 
 
 @lru_cache(maxsize=256)
-def parts_launches(sizes: Sizes) -> Sequence[Launch]:
-    """Return the launches of `_sum_parts`, which is compiled for all ranks: one, or two if there is more than a group."""
-    size_left, size_right = sizes.rank * sizes.n1, sizes.rank * sizes.n2  # multiples of 8, because ranks are
-    columns = 128
-    chunks = ceil_div(sizes.num_ids, CHUNK)
-
-    def launch(step: int, at_once: int, num_warps: int) -> Launch:
-        return Launch(
-            kernel=_sum_parts,
-            grid=(ceil_div(chunks, step), ceil_div(max(size_left, size_right), columns), 2),
-            numbers={
-                "num_ids": sizes.num_ids, "num_left": sizes.counts[0], "num_right": sizes.counts[1],
-                "eighth_left": size_left // 8, "eighth_right": size_right // 8,
-            },
-            constants={
-                "STEP": step, "CHUNK": CHUNK, "GROUP": GROUP, "AT_ONCE": at_once, "BLOCK": columns, "OWNERS": OWNERS,
-            },
-            num_warps=num_warps,
-        )  # fmt: skip
-
-    groups = [launch(GROUP, PARTS_AT_ONCE[1], 8)] if chunks > GROUP else []
-    return [launch(1, PARTS_AT_ONCE[0], 1), *groups]
-
-
-@lru_cache(maxsize=256)
-def finish_launch(sizes: Sizes, kind: str, settings: Rule, *, lr_in_tensor: bool = False) -> Launch:
-    """Return the launch of `_finish_slices`, which is compiled once for all ranks."""
-    (block_k1, block_x1), (block_k2, block_x2) = ((max(1, 128 // block(x, 64)), block(x, 64)) for x in (sizes.n1, sizes.n2))
-    return Launch(
-        kernel=_finish_slices,
-        grid=(sum(ceil_div(count, _SLICES_AT_ONCE) for count in sizes.counts),),
-        numbers={
-            "num_ids": sizes.num_ids, "num_left": sizes.counts[0], "num_right": sizes.counts[1], "rank_limit": sizes.rank,
-            **settings._asdict(),
-        },
-        constants={
-            "N1": sizes.n1, "N2": sizes.n2, "SCALED": sizes.scaled, "ALIGNED": sizes.aligned, "KIND": kind,
-            "LR_IN_TENSOR": lr_in_tensor, "COLUMNS": COLUMNS.value, "BLOCK_S": _SLICES_AT_ONCE,
-            "BLOCK_K1": block_k1, "BLOCK_X1": block_x1, "BLOCK_K2": block_k2, "BLOCK_X2": block_x2,
-        },
-        num_warps=4,
+def parts_kernel(step: int, group: int, at_once: int) -> Kernel:
+    """Return `_sum_parts`, for all sizes."""
+    return Kernel(
+        _sum_parts, num_warps=1 if step == 1 else 8,
+        STEP=step, CHUNK=CHUNK, GROUP=group, AT_ONCE=at_once, BLOCK=PART_COLUMNS, OWNERS=OWNERS,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def diagonals_launch(sizes: Sizes, num_tables: int, kind: str, settings: Rule, *, lr_in_tensor: bool = False) -> Launch:
-    """Return the launch of `_finish_diagonals`, which is compiled once for all ranks."""
-    columns = LEAST_RANK
-    return Launch(
-        kernel=_finish_diagonals,
-        grid=(num_tables, ceil_div(sizes.rank, columns)),
-        numbers={"rank_limit": sizes.rank, **settings._asdict()},
-        constants={
-            "KIND": kind,
-            "LR_IN_TENSOR": lr_in_tensor,
-            "COLUMNS": COLUMNS.value,
-            "BLOCK_S": DIAGONAL_SLICES,
-            "BLOCK_K": columns,
-        },
-        num_warps=8,
-    )
+def finish_kernel(sizes: Sizes, kind: str, lr_in_tensor: bool) -> Kernel:
+    """Return `_finish_slices`, which is compiled once for all ranks; a program takes SLICES_AT_ONCE."""
+    (block_k1, block_x1), (block_k2, block_x2) = ((max(1, 128 // block(x, 64)), block(x, 64)) for x in (sizes.n1, sizes.n2))
+    return Kernel(
+        _finish_slices, num_warps=4,
+        N1=sizes.n1, N2=sizes.n2, SCALED=sizes.scaled, ALIGNED=sizes.aligned, KIND=kind, LR_IN_TENSOR=lr_in_tensor,
+        COLUMNS=COLUMNS.value, BLOCK_S=SLICES_AT_ONCE, BLOCK_K1=block_k1, BLOCK_X1=block_x1, BLOCK_K2=block_k2, BLOCK_X2=block_x2,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def diagonals_kernel(kind: str, lr_in_tensor: bool) -> Kernel:
+    """Return `_finish_diagonals`, which is compiled once for all ranks; a program takes LEAST_RANK numbers of a diagonal."""
+    return Kernel(
+        _finish_diagonals, num_warps=8,
+        KIND=kind, LR_IN_TENSOR=lr_in_tensor, COLUMNS=COLUMNS.value, BLOCK_S=DIAGONAL_SLICES, BLOCK_K=LEAST_RANK,
+    )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from comera_rec.ops.launch import ceil_div
 from comera_rec.ops.plan.reference import first_keys, on_device
 from data_pipeline.errors import UserError
 
@@ -107,9 +108,11 @@ def split_and_sort(ids: Tensor, modes: Sequence[int], rows: Sequence[int], ids_o
     keys = ids.new_empty(2, len(ids), dtype=key_type(num_left, num_right))
     if len(ids):
         kernels = importlib.import_module("comera_rec.ops.plan.triton")  # needs triton to be installed
-        kernels.split_launch(len(ids), ids_of_table, num_left, len(rows))(
-            ids_ptr=ids, tables_ptr=on_device(columns, ids.device), pairs_ptr=pairs, keys_ptr=keys
-        )
+        kernels.split_kernel(len(rows))(
+            (ceil_div(len(ids), kernels.IDS),),
+            ids_ptr=ids, tables_ptr=on_device(columns, ids.device), pairs_ptr=pairs, keys_ptr=keys,
+            num_ids=len(ids), ids_of_table=ids_of_table, num_left=num_left,
+        )  # fmt: skip
     return pairs, *sort_keys(keys)
 
 
@@ -164,9 +167,11 @@ def split_and_sort_hot_rows(
         sums = [beyond - first for first, beyond in pairwise(first_hot)]
         columns = zip(trailing, first_rows, sums, first_hot, first_blocks, strict=False)
         kernels = importlib.import_module("comera_rec.ops.plan.triton")
-        kernels.hot_launch(pairs.shape[1], firsts[-1], len(rows), max(blocks))(
+        kernels.hot_kernel(max(blocks))(
+            (ceil_div(pairs.shape[1], kernels.IDS),),
             pairs_ptr=pairs, tables_ptr=on_device(list(columns), pairs.device),
             firsts_ptr=on_device([firsts], pairs.device), hot_pairs_ptr=hot_pairs, keys_ptr=keys,
+            num_ids=pairs.shape[1], num_rows=firsts[-1], num_blocks=len(rows),
         )  # fmt: skip
     return hot_pairs, *sort_keys(keys)
 

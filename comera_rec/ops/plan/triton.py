@@ -9,8 +9,9 @@ from functools import lru_cache
 import triton
 import triton.language as tl
 
-from comera_rec.ops.launch import Launch, block, ceil_div
+from comera_rec.ops.launch import Kernel
 
+IDS = 256
 COLUMNS = 5
 """What `_split_ids` gets for each table: rows, trailing slices, numbers of its first leading and trailing slice, its first row."""
 HOT_COLUMNS = tl.constexpr(5)
@@ -56,16 +57,10 @@ def _split_ids(
 
 
 @lru_cache(maxsize=256)
-def split_launch(num_ids: int, ids_of_table: int, num_left: int, num_tables: int) -> Launch:
-    """Return the launch of `_split_ids`."""
-    size = block(num_ids, 256)
-    return Launch(
-        kernel=_split_ids,
-        grid=(ceil_div(num_ids, size),),
-        numbers={"num_ids": num_ids, "ids_of_table": ids_of_table, "num_left": num_left},
-        constants={"NUM_TABLES": num_tables, "STEPS": (num_tables - 1).bit_length(), "COLUMNS": COLUMNS, "BLOCK": size},
-        num_warps=4,
-    )
+def split_kernel(num_tables: int) -> Kernel:
+    """Return `_split_ids` for so many tables; a program takes IDS."""
+    steps = (num_tables - 1).bit_length()
+    return Kernel(_split_ids, num_warps=4, NUM_TABLES=num_tables, STEPS=steps, COLUMNS=COLUMNS, BLOCK=IDS)
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_rows", "num_blocks"])
@@ -98,13 +93,6 @@ def _split_hot_rows(
 
 
 @lru_cache(maxsize=256)
-def hot_launch(num_ids: int, num_rows: int, num_blocks: int, most_blocks: int) -> Launch:
-    """Return the launch of `_split_hot_rows`."""
-    size = block(num_ids, 256)
-    return Launch(
-        kernel=_split_hot_rows,
-        grid=(ceil_div(num_ids, size),),
-        numbers={"num_ids": num_ids, "num_rows": num_rows, "num_blocks": num_blocks},
-        constants={"MOST_BLOCKS": most_blocks, "BLOCK": size},
-        num_warps=4,
-    )
+def hot_kernel(most_blocks: int) -> Kernel:
+    """Return `_split_hot_rows` for tables of at most so many blocks; a program takes IDS."""
+    return Kernel(_split_hot_rows, num_warps=4, MOST_BLOCKS=most_blocks, BLOCK=IDS)
