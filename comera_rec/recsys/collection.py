@@ -20,12 +20,23 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
-from comera_rec.ops.bags import Slots, TableGroup, write_slots
+from comera_rec.ops.bags import Slots, TableGroup, resolve_bags_impl, write_slots
 from comera_rec.ops.bags.kept import UntilChanged
 from comera_rec.ops.bags.updates import update_kinds
 from comera_rec.ops.launch import rank_bucket
+from comera_rec.ops.plan.pairs import plan_pairs_of_bags
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
-from comera_rec.recsys.keyed import in_order, joined, lengths_of, repeated, require_features, take_weights, values_by_feature
+from comera_rec.recsys.keyed import (
+    Batch,
+    check_all_ids,
+    in_order,
+    joined,
+    lengths_of,
+    repeated,
+    require_features,
+    take_weights,
+    values_by_feature,
+)
 from data_pipeline.errors import UserError
 
 
@@ -92,6 +103,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         # The child names a feature after its table only where two dense tables share it.
         dense_names = [name for names in get_embedding_names_by_table(dense) for name in names]
         self._dense_keys = dict(zip(dense_names, self._keys_of(dense), strict=True))
+        limits = sorted(((config.num_embeddings, name) for config in dense for name in config.feature_names), reverse=True)
+        self._dense_limits = {name: limit for limit, name in limits}  # the smallest, where tables share a feature
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
         self._has_one_width = len(set(self._lengths)) == 1
 
@@ -113,8 +126,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             ValueError: naming the table, the id and the limit, if an id of a TT table is out of range (checked on CPU).
         """
         require_features(features, self._configs, is_pooled=self.is_pooled)
-        ids = values_by_feature(features)
-        plans = {lookup.tables: self._plan(lookup, ids, parallel=False) for lookup in self._lookups()}
+        batch = Batch(features)
+        plans = {lookup.tables: self._plan(lookup, batch, parallel=False) for lookup in self._lookups()}
         vars(features).setdefault(_PLANS, {})[self._what_plans_depend_on()] = (_version(features.values()), plans)
 
     @one_call_in_fx
@@ -134,13 +147,13 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """
         features = maybe_td_to_kjt(features, None)
         require_features(features, self._configs, is_pooled=self.is_pooled)
-        ids, plans = values_by_feature(features), self._plans_made_ahead(features)
-        self._check_dense_ids(ids)
+        batch, plans = Batch(features), self._plans_made_ahead(features)
+        self._check_dense_ids(batch)
         if not self._configs:
             return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))
         lookups = self._lookups()
         if self._can_share_bags(lookups, features):
-            pooled = self._shared_bags(lookups, features, ids, plans)
+            pooled = self._shared_bags(lookups, batch, plans)
             return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=pooled)
         dim = 1 if self.is_pooled else 0
         parts: dict[str, Tensor] = {}
@@ -157,11 +170,11 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             parts |= zip(self._tt_keys, repeated(bags, inverse_indices, names), strict=True)
             return in_order(self._keys, parts, dim)
         for lookup in lookups:
-            values = self._look_up(lookup, features, ids, plans)
+            values = self._look_up(lookup, batch, plans)
             if self.is_pooled and lookup.keys == self._keys:
                 return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=values)
             # `shape[0]`, because `len` would make a constant of it in torch.export.
-            sizes = [lookup.num_cols if self.is_pooled else ids[name].shape[0] for name in lookup.features]
+            sizes = [lookup.num_cols if self.is_pooled else batch.ids[name].shape[0] for name in lookup.features]
             parts |= zip(lookup.keys, values.split(sizes, dim), strict=True)
         return in_order(self._keys, parts, dim)
 
@@ -171,11 +184,11 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         Returns:
             For each feature of each table [B_f, N_f], where feature f has B_f bags: see `repeated`.
         """
-        ids, plans = values_by_feature(features), self._plans_made_ahead(features)
+        batch, plans = Batch(features), self._plans_made_ahead(features)
         num_bags = dict(zip(features.keys(), features.stride_per_key(), strict=True))
         parts: dict[str, Tensor] = {}
         for lookup in self._lookups():
-            pooled = self._look_up(lookup, features, ids, plans, in_one_batch=False)
+            pooled = self._look_up(lookup, batch, plans, in_one_batch=False)
             parts |= zip(lookup.keys, pooled.split([num_bags[name] for name in lookup.features]), strict=True)
         return [parts[key] for key in self._tt_keys]
 
@@ -195,18 +208,17 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def _shared_bags(
         self,
         lookups: Sequence[_Lookup],
-        features: KeyedJaggedTensor,
-        ids: Mapping[str, Tensor],
+        batch: Batch,
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
     ) -> Tensor:
         """Pool all features, [B, sum of N_f]: TT tables write their bags where they belong, dense ones are copied there."""
         bags = None
         for lookup in lookups:
             slots = Slots([self._slots[key] for key in lookup.keys], len(self._keys), bags)
-            bags = self._look_up(lookup, features, ids, plans, slots)
+            bags = self._look_up(lookup, batch, plans, slots)
         assert bags is not None
         if self.dense_bags is not None:
-            dense = self.dense_bags(features)
+            dense = self.dense_bags(batch.features)
             of_dense = [self._slots[self._dense_keys[name]] for name in dense.keys()]  # noqa: SIM118  of a KeyedTensor
             bags = write_slots(bags, dense.values(), of_dense)
         return bags
@@ -229,11 +241,16 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
         return [key for config in configs for key in self._names[config.name]]
 
-    def _check_dense_ids(self, ids: Mapping[str, Tensor]) -> None:
+    def _check_dense_ids(self, batch: Batch) -> None:
         """Check the ids of dense tables: FBGEMM may return another table's row for a wrong id. Plans check those of TT tables."""
+        if self.dense_bags is None or torch.compiler.is_compiling():
+            return
+        if batch.features.device().type == "cuda" and not batch.features.variable_stride_per_key():
+            check_all_ids(batch.features, self._dense_limits)
+            return
         for config in (config for config in self._configs if not config.is_tt):
             for feature in config.feature_names:
-                check_ids(ids[feature], config.num_embeddings, f"table {config.name!r} (feature {feature!r})")
+                check_ids(batch.ids[feature], config.num_embeddings, f"table {config.name!r} (feature {feature!r})")
 
     def _lookups(self) -> Sequence[_Lookup]:
         """Group tables that differ only in row modes and ranks, which share a lookup; on GPUs zeros pad ranks of similar size."""
@@ -260,15 +277,24 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         modules = [[self.tt_bag(config.name) for config in configs] for configs in groups.values()]
         return [_Lookup(*group, self._keys_of(group[0])) for group in zip(groups.values(), modules, strict=True)]
 
-    def _plan(self, lookup: _Lookup, ids: Mapping[str, Tensor], *, parallel: bool = True) -> LookupPlan | PairPlan:
-        of_tables = [[ids[feature] for feature in config.feature_names] for config in lookup.configs]
+    def _plan(self, lookup: _Lookup, batch: Batch, *, parallel: bool = True) -> LookupPlan | PairPlan:
+        features = batch.features
+        if (
+            lookup.takes_pairs
+            and lookup.takes_all_of(features)
+            and not features.variable_stride_per_key()
+            and all(table.lookup_order is None for table in lookup.modules)
+        ):
+            return plan_pairs_of_bags(
+                features.values(), features.offsets(), features.stride(), lookup.num_features, lookup.row_shapes, lookup.rows
+            )
+        of_tables = [[batch.ids[feature] for feature in config.feature_names] for config in lookup.configs]
         return plan_tables(of_tables, lookup.modules, lookup.messages, parallel=parallel)
 
     def _look_up(
         self,
         lookup: _Lookup,
-        batch: KeyedJaggedTensor,
-        ids: Mapping[str, Tensor],
+        batch: Batch,
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
         slots: Slots | None = None,
         *,
@@ -278,19 +304,23 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
         If not `in_one_batch`, feature f has B_f bags: [sum of B_f, N].
         """
+        features, takes_all = batch.features, lookup.takes_all_of(batch.features)
+        plan = plans.get(lookup.tables) or self._plan(lookup, batch)
         weights = None
         if self._is_weighted:
-            weights_by_feature = values_by_feature(batch, batch.weights())
-            weights = joined([weights_by_feature[name] for name in lookup.features])
+            weights = features.weights()
+            if not takes_all:
+                of_features = values_by_feature(features, weights)
+                weights = joined([of_features[name] for name in lookup.features])
         if not self.is_pooled:
-            offsets = torch.arange(1 + sum(ids[name].shape[0] for name in lookup.features), device=batch.device())
-        elif lookup.features == batch.keys():  # the batch has these offsets already
-            offsets = batch.offsets()
+            offsets = torch.arange(plan.num_ids + 1, device=features.device())
+        elif takes_all:  # the batch has these offsets already
+            offsets = features.offsets()
         else:
-            offsets = F.pad(lengths_of(batch, lookup.features).long().cumsum(0), (1, 0))
+            offsets = F.pad(lengths_of(features, lookup.features).long().cumsum(0), (1, 0))
         return tt_bags(
             self.forward_parameters(lookup.group),
-            plans.get(lookup.tables) or self._plan(lookup, ids),
+            plan,
             offsets,
             num_cols=lookup.num_cols,
             mode=lookup.mode,
@@ -370,8 +400,15 @@ class _Lookup:
         self.features = [feature for config in configs for feature in config.feature_names]
         self.messages = [[f"table {config.name!r} (feature {feature!r})" for feature in config.feature_names] for config in configs]
         self.num_cols, self.mode = configs[0].embedding_dim, modules[0].mode
-        core = modules[0].core_0
-        self.takes_slots = core.device.type == "cpu" and core.dtype == torch.float32 and modules[0].shape.order > 1
+        self.num_features = [len(config.feature_names) for config in configs]
+        self.row_shapes, self.rows = [module.shape.row_shape for module in modules], [module.num_embeddings for module in modules]
+        core, order = modules[0].core_0, modules[0].shape.order
+        self.takes_pairs = order == 2 and resolve_bags_impl("auto", core.device, core.dtype, order) == "triton"
+        self.takes_slots = core.device.type == "cpu" and core.dtype == torch.float32 and order > 1
+
+    def takes_all_of(self, features: KeyedJaggedTensor) -> bool:
+        """Whether these are all features of a batch, in its order."""
+        return self.features == features.keys()
 
 
 def _version(values: Tensor) -> int | None:

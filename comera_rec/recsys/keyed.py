@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import reorder_inverse_indices
 
 from comera_rec.nn.tt_module import CONVERT
+from comera_rec.ops.plan.reference import on_device
 from data_pipeline.errors import UserError
 
 
@@ -40,6 +41,21 @@ def require_features(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddin
         )
 
 
+class Batch:
+    """A KeyedJaggedTensor whose ids are split by feature only if that is needed: on a GPU, it waits for the device."""
+
+    def __init__(self, features: KeyedJaggedTensor) -> None:
+        self.features = features
+        self._ids: dict[str, Tensor] | None = None
+
+    @property
+    def ids(self) -> dict[str, Tensor]:
+        """The ids of each feature, [L_f]."""
+        if self._ids is None:
+            self._ids = values_by_feature(self.features)
+        return self._ids
+
+
 def values_by_feature(features: KeyedJaggedTensor, values: Tensor | None = None) -> dict[str, Tensor]:
     """Split a batch's ids, or other values [sum of L_f], by feature, as `features.to_dict()` does ten times as slowly."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
@@ -47,6 +63,25 @@ def values_by_feature(features: KeyedJaggedTensor, values: Tensor | None = None)
         return {key: tensor.values() if values is None else tensor.weights() for key, tensor in tensors}
     parts = (features.values() if values is None else values).split(features.length_per_key())
     return dict(zip(features.keys(), parts, strict=True))
+
+
+def check_all_ids(features: KeyedJaggedTensor, limits: Mapping[str, int]) -> None:
+    """Check on the device that ids are below their feature's limit, if it has one: the next call that waits for the device fails.
+
+    Features have one batch size. How many ids each has is known to the device alone. Ids in no bag may be anything.
+    """
+    ids, keys = features.values(), features.keys()
+    if not len(ids):
+        return
+    # A feature without a limit, and ids in no bag, may have any.
+    lowest = on_device([[0 if key in limits else _ANY.min for key in keys] + [_ANY.min]], ids.device)[0]
+    highest = on_device([[limits.get(key, _ANY.max) - 1 for key in keys] + [_ANY.max]], ids.device)[0]
+    ends = features.offsets()[features.stride() :: features.stride()].contiguous()
+    of_ids = torch.bucketize(torch.arange(len(ids), device=ids.device), ends, right=True)
+    torch._assert_async(((ids >= lowest[of_ids]) & (ids <= highest[of_ids])).all())
+
+
+_ANY = torch.iinfo(torch.int64)
 
 
 def lengths_of(features: KeyedJaggedTensor, names: Sequence[str]) -> Tensor:

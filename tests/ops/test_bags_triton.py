@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from bag_tables import plan_of, pool, tables_of
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from comera_rec.ops import PairPlan, plan_lookup, tt_bags
 from comera_rec.ops.bags import TableGroup, kernel_calls
 from comera_rec.ops.bags.updates import register_update
 from comera_rec.ops.plan import pairs as pairs_module
-from comera_rec.ops.plan.pairs import plan_hot_rows
+from comera_rec.ops.plan.pairs import plan_hot_rows, plan_pairs_of_bags
 from comera_rec.tt import TTShape, row_digits, slice_major_together
 
 kernels = pytest.importorskip("comera_rec.ops.bags.triton", reason="triton is not installed")
@@ -308,6 +309,44 @@ def test_the_plan_has_both_slices_of_every_id_in_order(counts: tuple[int, int], 
     assert torch.equal(plan.slices.cpu().long(), keys.sort(1).values)
     assert torch.equal(keys.flatten()[plan.order.cpu()], plan.slices.cpu().long())
     assert plan.counts == (10, 14)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("spare", [0, 5])
+def test_a_plan_from_the_starts_of_bags_is_that_of_each_tables_ids(dtype: torch.dtype, spare: int, device: str) -> None:
+    lengths = torch.tensor([[2, 0, 1], [0, 0, 0], [0, 3, 4]])  # the first table has the first two features of three bags
+    offsets = F.pad(lengths.flatten().cumsum(0), (1, 0)).to(dtype)
+    row_shapes, rows = [shape.row_shape for shape in SHAPES[2]], [shape.num_rows for shape in SHAPES[2]]
+    ids = [torch.randint(count, (length,), dtype=dtype) for count, length in zip(rows, (3, 7), strict=True)]
+    joined = torch.cat([*ids, torch.full((spare,), -9, dtype=dtype)]).to(device)
+    expected = plan_lookup([each.to(device) for each in ids], row_shapes, rows, impl="triton")
+    plan = plan_pairs_of_bags(joined, offsets.to(device), 3, [2, 1], row_shapes, rows)
+    assert isinstance(expected, PairPlan)
+    assert plan.counts == expected.counts
+    assert torch.equal(plan.pairs[:, :10], expected.pairs)
+    assert (plan.pairs[:2, 10:] == -1).all()
+    used = plan.slices != torch.tensor([[plan.counts[0]], [sum(plan.counts) + 1]], device=device)
+    assert used.sum(1).tolist() == [10, 10]
+    assert torch.equal(plan.slices[used], expected.slices.flatten())
+    assert torch.equal(plan.order[used], (expected.order + torch.tensor([[0], [spare]], device=device)).flatten())
+
+
+def test_ids_in_no_bag_change_nothing(device: str) -> None:
+    results, made = [], make_tables()
+    for spare in (0, 4):
+        tables = copy.deepcopy(made).to(device)
+        ids, offsets = torch.tensor([3, 9, 3, 1]), torch.tensor([0, 1, 3, 3, 4])
+        ids = torch.cat([ids, torch.full((spare,), 1 << 40)]).to(device)
+        rows = [table.num_embeddings for table in tables]
+        shapes = [table.shape.row_shape for table in tables]
+        plan = plan_pairs_of_bags(ids, offsets.to(device), 2, [1, 1], shapes, rows)
+        weights = torch.linspace(1, 2, 8)[: 4 + spare].to(device).requires_grad_()
+        out = pool(tables, [], offsets.to(device), plan=plan, features=2, impl="triton", per_sample_weights=weights)
+        out.sin().sum().backward()
+        assert weights.grad is not None
+        assert not weights.grad[4:].any()
+        results.append([out, weights.grad[:4], *(parameter.grad for parameter in tables.parameters())])
+    torch.testing.assert_close(*results)
 
 
 def test_the_device_finds_ids_out_of_range_and_offsets_that_do_not_ascend(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

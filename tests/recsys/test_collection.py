@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from comera_rec import TableCompression, TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTShape, compress_, export_dense
 from comera_rec.rank import truncate_ranks_
+from comera_rec.recsys.keyed import check_all_ids
 
 MakeJagged = Callable[..., KeyedJaggedTensor]
 
@@ -198,6 +200,18 @@ def test_ids_out_of_range_name_table_id_and_limit(bad: int, ranks: int | None) -
     features = KeyedJaggedTensor(keys=["f", "g"], values=torch.tensor([5, bad, 0]), lengths=torch.tensor([2, 1]))
     with pytest.raises(ValueError, match=rf"id {bad} is out of range for table 'users'.*: its ids run from 0 to 100"):
         collection(features)
+
+
+@pytest.mark.parametrize("bad", [None, ("a", -1), ("a", 5), ("c", -1), ("c", 7)], ids=str)
+def test_ids_of_all_features_are_checked_by_one_comparison(bad: tuple[str, int] | None) -> None:
+    # As collections check those of dense tables on a GPU.
+    ids = {"a": [4, 0], "b": [10**12], "c": [6, 2, 6]}
+    if bad is not None:
+        ids[bad[0]][-1] = bad[1]
+    values = torch.tensor([*ids["a"], *ids["b"], *ids["c"], -9])  # the last one is in no bag
+    features = KeyedJaggedTensor(keys=list("abc"), values=values, lengths=torch.tensor([0, 2, 1, 0, 3, 0]))
+    with nullcontext() if bad is None else pytest.raises(RuntimeError, match="nonzero"):
+        check_all_ids(features, {"a": 5, "c": 7})
 
 
 @pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])

@@ -91,7 +91,7 @@ def tt_bags(
     if impl == "cpu" and torch._C._are_functorch_transforms_active():
         impl = "reference"  # torch.func ignores gradients that are registered with torch.library
     assert slots is None or (impl == "cpu" and mode != "max"), "only sums and means by the CPU operators are written into slots"
-    offsets, weights = offsets.long().contiguous(), per_sample_weights
+    offsets, weights = offsets.contiguous() if impl == "triton" else offsets.long().contiguous(), per_sample_weights
     if weights is not None:  # the CPU operator sums in float32, whatever the tables' type
         weights = weights.to(torch.float32 if impl == "cpu" else first.dtype).contiguous()
     if impl != "cpu" or mode == "max":  # otherwise the CPU operator checks them

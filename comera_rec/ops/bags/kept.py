@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -57,8 +58,12 @@ def _facts(parameters: Sequence[Tensor]) -> list[Any]:
     """Return what may change about parameters."""
     replicas = active_replicas()
     facts: list[Any] = [replicas and ref(replicas)]
-    for parameter in parameters:
-        attributes = parameter.__dict__
-        optimizers = (attributes.get(UPDATING), *attributes.get("_in_backward_optimizers", ())) if attributes else None
-        facts.append((parameter.data_ptr(), parameter.stride(), parameter.shape, parameter.requires_grad, optimizers))
+    for what in _MEMORY:  # one after the other is faster
+        facts += map(what, parameters)
+    for attributes in map(_ATTRIBUTES, parameters):
+        facts.append((attributes.get(UPDATING), *attributes.get("_in_backward_optimizers", ())) if attributes else None)
     return facts
+
+
+_MEMORY: tuple[Callable[[Tensor], Any], ...] = (Tensor.data_ptr, Tensor.stride, attrgetter("shape"), attrgetter("requires_grad"))
+_ATTRIBUTES: Callable[[Tensor], Any] = attrgetter("__dict__")

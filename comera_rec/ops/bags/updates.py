@@ -118,9 +118,9 @@ class Updates:
         self._parameters, self._optimizers = [*cores, *(diagonals or ())], optimizers
         names = [name for name in (*kind.settings, *kind.required) if name in self._groups()[0]]
         self._read: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*names)
-        self._seen = self._settings_now()
-        self._rules: tuple[list[Any], list[float]] = [], []  # settings, and what was made of them
-        self._gpu_rules: tuple[list[Any], Any] = [], None  # likewise
+        self._seen, self._are_possible = self._settings_now(), True
+        self._numbers: list[float] | None = None  # made of the settings seen, unless they are read in every step
+        self._gpu_rules: tuple[dict[str, Any], dict[str, Any]] | bool | None = False  # likewise
         self._found: tuple[list[Any], list[Any]] = [], []  # counts and states in the last step, and their memory
         self._count: Tensor | None = None
         self._states: list[list[Tensor]] = []
@@ -133,13 +133,12 @@ class Updates:
         return list(chain.from_iterable(map(self._read, self._groups())))
 
     def are_possible(self) -> bool:
-        """Whether all optimizers still have settings with which they can be applied slice by slice."""
+        """Read the settings; return whether all optimizers have such with which they can be applied slice by slice."""
         now = self._settings_now()
         if not are_same(now, self._seen):
-            if not all(kind_of(*optimizer) is self.kind for optimizer in self._optimizers):
-                return False
-            self._seen = now
-        return True
+            self._seen, self._numbers, self._gpu_rules = now, None, False
+            self._are_possible = all(kind_of(*optimizer) is self.kind for optimizer in self._optimizers)
+        return self._are_possible
 
     def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float], int]:
         """Count a step; return first states, second states, the kind, settings, each of cores and then of diagonals, and a seed."""
@@ -147,25 +146,25 @@ class Updates:
         first, second = [*states, [], []][:2]
         is_rounded = any(parameter.dtype != torch.float32 for parameter in self.cores)
         seed = int(torch.randint(1 << 62, (), device="cpu")) if is_rounded else 0
-        return first, second, self.kind.number, self._numbers(counts), seed
+        return first, second, self.kind.number, self._numbers_after(counts), seed
 
-    def _numbers(self, counts: Tensor | None) -> list[float]:
+    def _numbers_after(self, counts: Tensor | None) -> list[float]:
         """Return the settings of all parameters as the operator takes them, after so many steps."""
-        now, (seen, numbers) = self._settings_now(), self._rules
-        if are_same(now, seen):
-            return numbers
+        self.are_possible()
+        if self._numbers is not None:
+            return self._numbers
         groups = self._groups()
         by_steps = counts is not None and any("betas" in group or group.get("lr_decay") for group in groups)
         steps = [int(count) for count in counts.tolist()] if counts is not None and by_steps else [0] * len(groups)
-        numbers = []
+        numbers: list[float] = []
         by_group: dict[tuple[int, int], list[float]] = {}  # usually one entry
         for group, step in zip(groups, steps, strict=True):
             key = id(group), step
             if key not in by_group:
                 by_group[key] = _settings(group, step)
             numbers += by_group[key]
-        is_constant = not by_steps and not any(isinstance(group["lr"], Tensor) for group in groups)
-        self._rules = now if is_constant else [], numbers
+        if not by_steps and not any(isinstance(group["lr"], Tensor) for group in groups):
+            self._numbers = numbers
         return numbers
 
     def begin_gpu_step(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -195,16 +194,17 @@ class Updates:
             optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
         ]
         tensors, memory = self._found
-        if self._count is not None and are_same(_tensors_of(by_parameter, names), tensors) and _memory_of(self._states) == memory:
+        found = [state.get(name) for name in ("step", *names) for state in by_parameter]
+        if self._count is not None and are_same(found, tensors) and _memory_of(self._states) == memory:
             return self._count.add_(1), self._states
         entries = list(zip(self._parameters, by_parameter, self._groups(), strict=True))
         self._states = [[_state(self.kind, *entry, name) for entry in entries] for name in names]
         self._count = _count(by_parameter)
-        self._found = _tensors_of(by_parameter, names), _memory_of(self._states)
+        self._found = [state[name] for name in ("step", *names) for state in by_parameter], _memory_of(self._states)
         return self._count, self._states
 
     def gpu_rules(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Return the rules of cores and of diagonals, which GPU kernels apply; None if they can't.
+        """Return the rules of cores and of diagonals, which GPU kernels apply, for the settings read last; None if they can't.
 
         They can if rules don't depend on the step, and are equal for all cores, and for all diagonals. Adam's rule does not
         qualify: moments of slices that a batch doesn't use decay too, so only updating whole cores is exact.
@@ -212,16 +212,14 @@ class Updates:
         Raises:
             ValueError: for row-wise Adagrad that kernels can't apply, because its own step doesn't work for cores.
         """
-        now, (seen, made) = self._settings_now(), self._gpu_rules
-        if are_same(now, seen):
-            rules: tuple[dict[str, Any], dict[str, Any]] | None = made
-            return rules
+        if not isinstance(self._gpu_rules, bool):
+            return self._gpu_rules
         groups = self._groups()
         by_group = [tuple(_rule(group).items()) for group in groups]
         core_rules, diagonal_rules = set(by_group[: len(self.cores)]), set(by_group[len(self.cores) :])
         are_equal = len(core_rules) == 1 and len(diagonal_rules) <= 1
         is_known = self.kind in (ROW_WISE, _KINDS[torch.optim.SGD], _KINDS[torch.optim.Adagrad])
-        rules = None
+        rules: tuple[dict[str, Any], dict[str, Any]] | None = None
         if is_known and are_equal and not any(group.get("lr_decay") for group in groups):
             rules = dict(core_rules.pop()), dict(diagonal_rules.pop() if diagonal_rules else ())
         elif self.kind is ROW_WISE:
@@ -230,7 +228,7 @@ class Updates:
                 "lr_decay: set it up so, or use Adagrad"
             )
         on_host = any(isinstance(group["lr"], Tensor) and group["lr"].device.type == "cpu" for group in groups)  # read every time
-        self._gpu_rules = [] if on_host else now, rules
+        self._gpu_rules = False if on_host else rules
         return rules
 
 
@@ -239,12 +237,9 @@ def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
-def _tensors_of(states: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Any]:
-    return [state.get(name) for name in ("step", *names) for state in states]
-
-
 def _memory_of(states: Sequence[Sequence[Tensor]]) -> list[Any]:
-    return [(tensor.data_ptr(), tensor.stride()) for of_name in states for tensor in of_name]
+    tensors = list(chain.from_iterable(states))
+    return [*map(Tensor.data_ptr, tensors), *map(Tensor.stride, tensors)]
 
 
 def current_updates(updates: Updates | None, cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Updates | None:

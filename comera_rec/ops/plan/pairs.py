@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,17 +54,45 @@ def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], rows:
         row_shapes: row modes (m_1, m_2) of each table.
         rows: number of rows of each table.
     """
-    firsts = first_keys(rows)
-    lengths = {table.shape[0] for table in ids}
-    if len(lengths) == 1:
-        joined, ids_of_table = _join(ids), lengths.pop()
-    else:
-        joined, ids_of_table = torch.cat(_offset_ids(ids, firsts, rows)), 0
-    leading, trailing = (sum(modes) for modes in zip(*row_shapes, strict=True))
+    starts = _starts([table.shape[0] for table in ids], ids[0].device)
+    return plan_pairs_of_bags(_join(ids), starts, 1, [1] * len(ids), row_shapes, rows)
+
+
+def plan_pairs_of_bags(
+    ids: Tensor,
+    offsets: Tensor,
+    bags_of_feature: int,
+    features: Sequence[int],
+    row_shapes: Sequence[Sequence[int]],
+    rows: Sequence[int],
+) -> PairPlan:
+    """Plan a lookup whose ids lie one after the other, feature by feature; how many a feature has is known to the device alone.
+
+    Args:
+        ids: [L] row ids of all tables, int32 or int64; those beyond the last bag are left out.
+        offsets: [F * bags_of_feature + 1] starts of bags.
+        bags_of_feature: number of bags of each feature.
+        features: number of features of each table.
+        row_shapes: row modes (m_1, m_2) of each table.
+        rows: number of rows of each table.
+
+    Raises:
+        ValueError: for ids of another type.
+    """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise UserError(f"ids are {ids.dtype}: give int32 or int64")
     modes = [number for shape in row_shapes for number in shape]
     plan = _plan_pairs if _is_transformed() else split_and_sort
-    pairs, slices, order = plan(joined, modes, list(rows), ids_of_table)
-    return PairPlan(pairs=pairs, slices=slices, order=order, counts=(leading, trailing))
+    pairs, slices, order = plan(ids.contiguous(), offsets.contiguous(), bags_of_feature, list(features), modes, list(rows))
+    return PairPlan(pairs=pairs, slices=slices, order=order, counts=(sum(modes[::2]), sum(modes[1::2])))
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Return the number of the first id of each table, and of all ids."""
+    starts = first_keys(lengths)
+    if device.type == "cuda" and len(set(lengths)) > 1 and not _is_transformed() and not torch.cuda.is_current_stream_capturing():
+        return torch.tensor(starts).to(device, non_blocking=True)  # seldom the same again
+    return on_device([starts], device)[0]
 
 
 def _is_transformed() -> bool:
@@ -86,47 +115,44 @@ def _join(ids: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(ids))
 
 
-def _offset_ids(ids: Sequence[Tensor], firsts: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
-    """Return ids plus the rows of earlier tables; an id out of range becomes -1."""
-    inside = [
-        torch.where((table >= 0) & (table < count), table.long(), -1 - first)
-        for table, first, count in zip(ids, firsts, rows, strict=False)
-    ]
-    return list(torch._foreach_add(inside, list(firsts[: len(ids)])))
-
-
 @torch.library.custom_op("comera_rec::plan_pairs", mutates_args=())
-def _plan_pairs(ids: Tensor, modes: list[int], rows: list[int], ids_of_table: int) -> tuple[Tensor, Tensor, Tensor]:
-    return split_and_sort(ids, modes, rows, ids_of_table)
+def _plan_pairs(
+    ids: Tensor, offsets: Tensor, bags_of_feature: int, features: list[int], modes: list[int], rows: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return split_and_sort(ids, offsets, bags_of_feature, features, modes, rows)
 
 
-def split_and_sort(ids: Tensor, modes: Sequence[int], rows: Sequence[int], ids_of_table: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pairs, slices and order of ids [L] of all tables, modes [2 T] and rows [T]."""
+def split_and_sort(
+    ids: Tensor, offsets: Tensor, bags_of_feature: int, features: Sequence[int], modes: Sequence[int], rows: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return pairs, slices and order, for the arguments of `plan_pairs_of_bags`, and modes [2 T]."""
     _require_few(len(ids))
-    columns, (num_left, num_right) = _columns(tuple(modes), tuple(rows))
+    columns, num_left, num_right, num_features = _columns(tuple(features), tuple(modes), tuple(rows))
     pairs = ids.new_empty(3, len(ids), dtype=torch.int32)
     keys = ids.new_empty(2, len(ids), dtype=key_type(num_left, num_right))
     if len(ids):
         kernels = importlib.import_module("comera_rec.ops.plan.triton")  # needs triton to be installed
         kernels.split_kernel(len(rows))(
             (ceil_div(len(ids), kernels.IDS),),
-            ids_ptr=ids, tables_ptr=on_device(columns, ids.device), pairs_ptr=pairs, keys_ptr=keys,
-            num_ids=len(ids), ids_of_table=ids_of_table, num_left=num_left,
+            ids_ptr=ids, tables_ptr=on_device(columns, ids.device), offsets_ptr=offsets, pairs_ptr=pairs, keys_ptr=keys,
+            num_ids=len(ids), num_features=num_features, bags_of_feature=bags_of_feature, num_left=num_left, num_right=num_right,
         )  # fmt: skip
     return pairs, *sort_keys(keys)
 
 
 @lru_cache(maxsize=64)
-def _columns(modes: tuple[int, ...], rows: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, int]]:
-    """Return what the kernel reads about each table, and the numbers of leading and trailing slices."""
+def _columns(features: tuple[int, ...], modes: tuple[int, ...], rows: tuple[int, ...]) -> tuple[Any, int, int, int]:
+    """Return what the kernel reads about each table, and the numbers of leading slices, trailing slices and features."""
     leading, trailing = modes[::2], modes[1::2]
-    first_left, first_right = first_keys(leading), first_keys(trailing)
-    columns = zip(rows, trailing, first_left, first_right, first_keys(rows), strict=False)
-    return tuple(columns), (first_left[-1], first_right[-1])
+    firsts = first_keys(leading), first_keys(trailing), first_keys(features)
+    num_left, num_right, num_features = (first[-1] for first in firsts)
+    return tuple(zip(rows, trailing, *firsts, strict=False)), num_left, num_right, num_features
 
 
 @_plan_pairs.register_fake
-def _(ids: Tensor, modes: list[int], rows: list[int], ids_of_table: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    ids: Tensor, offsets: Tensor, bags_of_feature: int, features: list[int], modes: list[int], rows: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
     keys = ids.new_empty(2, len(ids), dtype=key_type(sum(modes[::2]), sum(modes[1::2])))
     return ids.new_empty(3, len(ids), dtype=torch.int32), keys, torch.empty_like(keys, dtype=torch.int64)
 

@@ -12,53 +12,54 @@ import triton.language as tl
 from comera_rec.ops.launch import Kernel
 
 IDS = 256
+"""Ids that a program takes."""
 COLUMNS = 5
-"""What `_split_ids` gets for each table: rows, trailing slices, numbers of its first leading and trailing slice, its first row."""
+"""What `_split_ids` gets for each table: rows, trailing slices, its first leading slice, trailing slice and feature."""
 HOT_COLUMNS = tl.constexpr(5)
 """What `_split_hot_rows` gets for each table: the factor of p, the row of id 0, hot rows, and numbers of its first hot row and its
 first block."""
 
 
-@triton.jit(do_not_specialize=["num_ids", "ids_of_table", "num_left"])
+@triton.jit(do_not_specialize=["num_ids", "num_features", "bags_of_feature", "num_left", "num_right"])
 def _split_ids(
-    ids_ptr, tables_ptr, pairs_ptr, keys_ptr, num_ids, ids_of_table, num_left,
+    ids_ptr, tables_ptr, offsets_ptr, pairs_ptr, keys_ptr, num_ids, num_features, bags_of_feature, num_left, num_right,
     NUM_TABLES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """pairs[:, l] = the slices of id l within its table, and the table; keys[:, l] = both slices, numbered through all tables.
 
-    Tables have ids_of_table ids each; if that is 0, ids include the rows of earlier tables. An id out of range ends all work on
-    the GPU.
+    offsets[f * bags_of_feature] is the first id of feature f. Ids beyond the last feature are left out. An id out of range ends all
+    work on the GPU.
     """
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = position < num_ids
-    id_ = tl.load(ids_ptr + position, mask=is_id, other=0).to(tl.int64)
+    is_used = is_id & (position < tl.load(offsets_ptr + num_features.to(tl.int64) * bags_of_feature))
+    id_ = tl.load(ids_ptr + position, mask=is_used, other=0).to(tl.int64)
     table = tl.zeros([BLOCK], dtype=tl.int32)
-    if ids_of_table > 0:
-        table += tl.minimum(position // ids_of_table, NUM_TABLES - 1).to(tl.int32)
-    else:
-        for step in tl.static_range(STEPS):
-            later = table + (1 << (STEPS - 1 - step))
-            first = tl.load(tables_ptr + later * COLUMNS + 4, mask=later < NUM_TABLES, other=0)
-            table = tl.where((later < NUM_TABLES) & (first <= id_), later, table)
-        id_ -= tl.load(tables_ptr + table * COLUMNS + 4)
+    for step in tl.static_range(STEPS):
+        later = table + (1 << (STEPS - 1 - step))
+        feature = tl.load(tables_ptr + later * COLUMNS + 4, mask=later < NUM_TABLES, other=0)
+        first = tl.load(offsets_ptr + feature * bags_of_feature, mask=later < NUM_TABLES, other=0)
+        table = tl.where((later < NUM_TABLES) & (first <= position), later, table)
     table_ptr = tables_ptr + table * COLUMNS
     inside = (id_ >= 0) & (id_ < tl.load(table_ptr))
-    tl.device_assert(inside | ~is_id, "an id is out of range for its table: check the data, or run on the CPU, which names the id")
+    tl.device_assert(
+        inside | ~is_used, "an id is out of range for its table: check the data, or run on the CPU, which names the id"
+    )
     id_ = tl.where(inside, id_, 0)
     trailing = tl.load(table_ptr + 1)
     p, q = (id_ // trailing).to(tl.int32), (id_ % trailing).to(tl.int32)
-    tl.store(pairs_ptr + position, p, mask=is_id)
-    tl.store(pairs_ptr + num_ids + position, q, mask=is_id)
+    tl.store(pairs_ptr + position, tl.where(is_used, p, -1), mask=is_id)
+    tl.store(pairs_ptr + num_ids + position, tl.where(is_used, q, -1), mask=is_id)
     tl.store(pairs_ptr + 2 * num_ids + position, table, mask=is_id)
-    left = p + tl.load(table_ptr + 2)
-    right = q + tl.load(table_ptr + 3) + num_left + 1
+    left = tl.where(is_used, p + tl.load(table_ptr + 2), num_left)
+    right = tl.where(is_used, q + tl.load(table_ptr + 3), num_right) + num_left + 1
     tl.store(keys_ptr + position, left.to(keys_ptr.dtype.element_ty), mask=is_id)
     tl.store(keys_ptr + num_ids + position, right.to(keys_ptr.dtype.element_ty), mask=is_id)
 
 
 @lru_cache(maxsize=256)
 def split_kernel(num_tables: int) -> Kernel:
-    """Return `_split_ids` for so many tables; a program takes IDS."""
+    """Return `_split_ids` for so many tables."""
     steps = (num_tables - 1).bit_length()
     return Kernel(_split_ids, num_warps=4, NUM_TABLES=num_tables, STEPS=steps, COLUMNS=COLUMNS, BLOCK=IDS)
 
@@ -94,5 +95,5 @@ def _split_hot_rows(
 
 @lru_cache(maxsize=256)
 def hot_kernel(most_blocks: int) -> Kernel:
-    """Return `_split_hot_rows` for tables of at most so many blocks; a program takes IDS."""
+    """Return `_split_hot_rows` for tables of at most so many blocks."""
     return Kernel(_split_hot_rows, num_warps=4, MOST_BLOCKS=most_blocks, BLOCK=IDS)
