@@ -12,14 +12,12 @@ import torch
 
 from comera_rec.serving.package import ModelMetadata, ServingModel, TensorInput
 
-Outputs = list[np.ndarray] | Exception
-
 
 class _Waiting(NamedTuple):
     model: ServingModel
     tensors: Sequence[np.ndarray]
     rows: int
-    done: Callable[[Outputs], None]
+    outputs: asyncio.Future[list[np.ndarray]]
 
 
 class Overloaded(Exception):
@@ -42,18 +40,20 @@ class Batcher:
         self._waiting: deque[_Waiting] = deque()
         self.waiting_rows = 0
 
-    def add(self, model: ServingModel, tensors: Sequence[np.ndarray], rows: int, done: Callable[[Outputs], None]) -> None:
-        """Queue a request; `done` is called with its outputs, or with what the model raised for it.
+    def add(self, model: ServingModel, tensors: Sequence[np.ndarray], rows: int) -> asyncio.Future[list[np.ndarray]]:
+        """Queue a request; return its outputs to come, or what the model raises for it.
 
         Raises:
             Overloaded: too many rows wait already.
         """
         if self.waiting_rows and self.waiting_rows + rows > self._max_queue:
             raise Overloaded
+        loop = asyncio.get_running_loop()
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._run)
+            loop.call_soon(self._run)
         self.waiting_rows += rows
-        self._waiting.append(_Waiting(model, tensors, rows, done))
+        self._waiting.append(_Waiting(model, tensors, rows, loop.create_future()))
+        return self._waiting[-1].outputs
 
     def _run(self) -> None:
         """Answer the first requests, all for one model, that fit in a call."""
@@ -72,6 +72,9 @@ class Batcher:
 
 
 def _answer(requests: Sequence[_Waiting]) -> None:
+    requests = [request for request in requests if not request.outputs.cancelled()]
+    if not requests:
+        return
     model = requests[0].model
     try:
         merged = merge([request.tensors for request in requests], model.metadata)
@@ -79,7 +82,7 @@ def _answer(requests: Sequence[_Waiting]) -> None:
             outputs = [output.numpy() for output in model.run(*map(torch.from_numpy, merged))]
     except Exception as error:
         if len(requests) == 1:
-            requests[0].done(error)
+            requests[0].outputs.set_exception(error)
             return
         for request in requests:  # find the one at fault
             _answer([request])
@@ -87,7 +90,7 @@ def _answer(requests: Sequence[_Waiting]) -> None:
     begin = 0
     for request in requests:
         alone = len(requests) == 1  # outputs may then have another number of rows
-        request.done(outputs if alone else [output[begin : begin + request.rows] for output in outputs])
+        request.outputs.set_result(outputs if alone else [output[begin : begin + request.rows] for output in outputs])
         begin += request.rows
 
 
