@@ -10,14 +10,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from comera_rec.serving.package import ModelMetadata, ServingModel, TensorInput
+from comera_rec.serving.package import ModelMetadata, TensorInput
+from comera_rec.serving.versions import Version
+
+Outputs = tuple[list[np.ndarray], str]  # and the number of the version that they are of
 
 
 class _Waiting(NamedTuple):
-    model: ServingModel
+    version: Version
     tensors: Sequence[np.ndarray]
     rows: int
-    outputs: asyncio.Future[list[np.ndarray]]
+    outputs: asyncio.Future[Outputs]
 
 
 class Overloaded(Exception):
@@ -40,7 +43,7 @@ class Batcher:
         self._waiting: deque[_Waiting] = deque()
         self.waiting_rows = 0
 
-    def add(self, model: ServingModel, tensors: Sequence[np.ndarray], rows: int) -> asyncio.Future[list[np.ndarray]]:
+    def add(self, version: Version, tensors: Sequence[np.ndarray], rows: int) -> asyncio.Future[Outputs]:
         """Queue a request; return its outputs to come, or what the model raises for it.
 
         Raises:
@@ -52,14 +55,14 @@ class Batcher:
         if not self._waiting:
             loop.call_soon(self._run)
         self.waiting_rows += rows
-        self._waiting.append(_Waiting(model, tensors, rows, loop.create_future()))
+        self._waiting.append(_Waiting(version, tensors, rows, loop.create_future()))
         return self._waiting[-1].outputs
 
     def _run(self) -> None:
-        """Answer the first requests, all for one model, that fit in a call."""
+        """Answer the first requests, all for one version, that fit in a call."""
         taken = [self._waiting.popleft()]
-        model, rows = taken[0].model, taken[0].rows
-        while self._waiting and self._waiting[0].model is model and model.metadata.is_by_row:
+        version, rows = taken[0].version, taken[0].rows
+        while self._waiting and self._waiting[0].version is version and version.metadata.is_by_row:
             if rows + self._waiting[0].rows > self._max_rows:
                 break
             taken.append(self._waiting.popleft())
@@ -75,11 +78,11 @@ def _answer(requests: Sequence[_Waiting]) -> None:
     requests = [request for request in requests if not request.outputs.cancelled()]
     if not requests:
         return
-    model = requests[0].model
+    version = requests[0].version
     try:
-        merged = merge([request.tensors for request in requests], model.metadata)
+        merged = merge([request.tensors for request in requests], version.metadata)
         with torch.inference_mode():
-            outputs = [output.numpy() for output in model.run(*map(torch.from_numpy, merged))]
+            outputs = [output.numpy() for output in version.model.run(*map(torch.from_numpy, merged))]
     except Exception as error:
         if len(requests) == 1:
             requests[0].outputs.set_exception(error)
@@ -90,7 +93,8 @@ def _answer(requests: Sequence[_Waiting]) -> None:
     begin = 0
     for request in requests:
         alone = len(requests) == 1  # outputs may then have another number of rows
-        request.outputs.set_result(outputs if alone else [output[begin : begin + request.rows] for output in outputs])
+        part = outputs if alone else [output[begin : begin + request.rows] for output in outputs]
+        request.outputs.set_result((part, version.number))
         begin += request.rows
 
 

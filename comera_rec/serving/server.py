@@ -28,7 +28,7 @@ import uvicorn
 import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
-from comera_rec.serving.batching import Batcher, Overloaded
+from comera_rec.serving.batching import Batcher, Outputs, Overloaded
 from comera_rec.serving.protocol import JSON_LENGTH, describe_model, json_length, read_inputs, write_outputs
 from comera_rec.serving.versions import ModelFile, Version
 from data_pipeline.errors import UserError
@@ -37,8 +37,6 @@ log = logging.getLogger("comera_rec.serving")
 Headers = Mapping[str, str]  # with names in lower case
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-_DRAIN_SECONDS = 5  # that requests may take once the server stops
-_IDLE_SECONDS = 20  # that a connection stays open after an answer
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2)
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 
@@ -50,6 +48,9 @@ class _Response(NamedTuple):
     status: int = 200
     content_type: str = "application/json"
     headers: Mapping[str, str] = {}
+
+
+Post = Callable[[Headers, bytes], Awaitable[_Response]]
 
 
 class _Refused(Exception):
@@ -105,17 +106,16 @@ class Server:
         )
         self.batcher = Batcher(max_rows=options.max_batch, max_queue=options.max_queue, observe=rows.observe)
         model = f"/v2/models/{self.file.name}"
-        self._gets: dict[str, Callable[[], Any]] = {
-            "/v2": lambda: {"name": "comera-rec", "version": version_of("comera-rec"), "extensions": ["binary_tensor_data"]},
-            "/v2/health/live": lambda: {"live": True},
-            "/v2/health/ready": lambda: {"ready": True},
+        self._gets: dict[str, Callable[[], _Response]] = {
+            "/v2": lambda: _json({"name": "comera-rec", "version": version_of("comera-rec"), "extensions": ["binary_tensor_data"]}),
+            "/v2/health/live": lambda: _json({"live": True}),
+            "/v2/health/ready": lambda: _json({"ready": True}),
             "/metrics": lambda: _Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST),
-            model: lambda: describe_model(self.file.name, self.file.current.number, self.file.current.metadata),
-            f"{model}/ready": lambda: {"name": self.file.name, "ready": True},
+            model: lambda: _json(describe_model(self.file.name, self.file.current.number, self.file.current.metadata)),
+            f"{model}/ready": lambda: _json({"name": self.file.name, "ready": True}),
         }
-        self._posts: dict[str, Callable[[Headers, bytes], Awaitable[Any]]] = {f"{model}/infer": self._infer, "/score": self._score}
+        self._posts: dict[str, Post] = {f"{model}/infer": self._infer, "/score": self._score}
         self._routes = dict.fromkeys(self._gets, "GET") | dict.fromkeys(self._posts, "POST")
-
         self.http = uvicorn.Server(
             uvicorn.Config(
                 self,
@@ -126,8 +126,8 @@ class Server:
                 log_level="error",
                 proxy_headers=False,
                 server_header=False,
-                timeout_keep_alive=_IDLE_SECONDS,
-                timeout_graceful_shutdown=_DRAIN_SECONDS,
+                timeout_keep_alive=20,
+                timeout_graceful_shutdown=5,
             )
         )
 
@@ -139,11 +139,10 @@ class Server:
         try:
             body = await self._read(receive)
             if body is None:
-                return  # so has the client
+                return
             start = time.perf_counter()
             self._check(method, path, headers)
-            answer = self._gets[path]() if method == "GET" else await self._posts[path](headers, body)
-            response = answer if isinstance(answer, _Response) else _json(answer)
+            response = self._gets[path]() if method == "GET" else await self._posts[path](headers, body)
         except asyncio.CancelledError:
             response = _error(503, "the server stops: send the request to another one")
         except Exception as error:
@@ -199,15 +198,15 @@ class Server:
         length = json_length(headers.get(JSON_LENGTH.lower()), len(content))
         body = _parse(content[:length])
         tensors = read_inputs(body, content[length:], version.metadata)
-        outputs = await self._run(version, tensors)
-        answer, binary = write_outputs(body, self.file.name, version.number, version.metadata, outputs)
+        outputs, number = await self._run(version, tensors)
+        answer, binary = write_outputs(body, self.file.name, number, version.metadata, outputs)
         response = _json(answer)
         if not binary:
             return response
         length_header = {JSON_LENGTH: str(len(response.body))}
         return _Response(response.body + binary, content_type="application/octet-stream", headers=length_header)
 
-    async def _score(self, headers: Headers, content: bytes) -> dict[str, Any]:
+    async def _score(self, headers: Headers, content: bytes) -> _Response:
         body, version = _parse(content), self.file.current
         if version.encoder is None:
             raise _Refused(404, f"/score is unavailable without vocabularies: {version.reason}")
@@ -215,13 +214,13 @@ class Server:
         if not isinstance(rows, list):
             raise UserError('the body is not an object with a list of rows: give {"rows": [{"I1": 3, ...}, ...]}')
         self._check_rows(len(rows))
-        (scores, *_) = await self._run(version, version.encoder(rows))
-        return {"scores": scores, "model_version": version.number}
+        (scores, *_), number = await self._run(version, version.encoder(rows))
+        return _json({"scores": scores, "model_version": number})
 
-    def _run(self, version: Version, tensors: Sequence[np.ndarray]) -> Awaitable[list[np.ndarray]]:
+    def _run(self, version: Version, tensors: Sequence[np.ndarray]) -> Awaitable[Outputs]:
         rows = version.model.check(*tensors)
         self._check_rows(rows)
-        return self.batcher.add(version.model, tensors, rows)
+        return self.batcher.add(version, tensors, rows)
 
     def _check_rows(self, rows: int) -> None:
         if not rows:
@@ -263,7 +262,7 @@ def listen(host: str, port: int) -> socket.socket:
     except socket.gaierror as error:
         raise UserError(f"--host {host} is unknown ({error.strerror}): give a name or address of this machine") from error
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
+        reason = os.strerror(error.errno or 0)  # strerror repeats the address
         raise UserError(f"can't listen on {host}:{port} ({reason}): choose another --port or --host") from error
 
 
