@@ -1,8 +1,8 @@
 """One-row requests over HTTP: `comera serve`, a handler of Starlette under uvicorn that calls the same package, and a bare echo.
 
 Load comes from this process, over as many connections as a case says; each sends its next request when it has its answer. Servers
-take turns, each in its own process. The echo parses requests with the same library and returns their bodies: it bounds any
-Python server beside this load. Rows have milliseconds of a request; `counted` has requests per second and the 99th percentile.
+take turns, each in its own process. The echo returns the bodies of requests, under uvicorn too: it bounds any application
+beside this load. Rows have milliseconds of a request; `counted` has requests per second and the 99th percentile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from importlib.util import find_spec
@@ -22,10 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httptools
 import numpy as np
 import orjson
 import torch
+import uvicorn
 import uvloop
 from tqdm import tqdm
 
@@ -54,9 +54,9 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     whole = Given(values={"connections": connections, "rows": 1})
     torch.manual_seed(settings.seed)
     requests = [draw_request(sizes) for _ in range(REQUESTS)]
-    servers = [name for name in COMMANDS if name != STARLETTE or (find_spec("uvicorn") and find_spec("starlette"))]
+    servers = [name for name in COMMANDS if name != STARLETTE or find_spec("starlette")]
     if STARLETTE not in servers:
-        tqdm.write(f"serve-http: without {STARLETTE}, which are not installed (pip install uvicorn starlette)")
+        tqdm.write(f"serve-http: without {STARLETTE}, which is not installed (pip install starlette)")
     for _, rows in each_case("serve-http", [whole], settings):
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder, "model.pt2")
@@ -142,33 +142,18 @@ async def _load(port: int, bodies: list[bytes], connections: int, seconds: float
     return times, len(times) / (time.perf_counter() - start)
 
 
-class _Echo(asyncio.Protocol):
-    """Answers each request with its body."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport: Any = transport
-        self.parser = httptools.HttpRequestParser(self)
-        self.body = b""
-
-    def data_received(self, data: bytes) -> None:
-        self.parser.feed_data(data)
-
-    def on_body(self, body: bytes) -> None:
-        self.body += body
-
-    def on_message_complete(self) -> None:
-        self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(self.body) + self.body)
-        self.body = b""
-
-
-async def _echo(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(_Echo, "127.0.0.1", port)
-    await server.serve_forever()
+async def _echo(scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
+    """Answer a request with its body."""
+    body, more_body = b"", True
+    while more_body:
+        message = await receive()
+        body, more_body = body + message["body"], message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _starlette(port: int, path: str) -> None:
     """Serve a package by the usual means: JSON in, one call of the model for each request, JSON out."""
-    import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
@@ -184,12 +169,15 @@ def _starlette(port: int, path: str) -> None:
         output = {"name": "output", "shape": list(scores.shape), "datatype": "FP32", "data": scores.tolist()}
         return Response(orjson.dumps({"outputs": [output]}), media_type="application/json")
 
-    app = Starlette(routes=[Route(PATH, infer, methods=["POST"])])
-    uvicorn.run(app, port=port, log_level="error", access_log=False, loop="uvloop", http="httptools")
+    _run(Starlette(routes=[Route(PATH, infer, methods=["POST"])]), port)
+
+
+def _run(app: Any, port: int) -> None:
+    uvicorn.run(app, port=port, log_level="error", access_log=False, loop="uvloop", http="httptools", lifespan="off")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "echo":
-        uvloop.run(_echo(int(sys.argv[2])))
+        _run(_echo, int(sys.argv[2]))
     else:
         _starlette(int(sys.argv[2]), sys.argv[3])

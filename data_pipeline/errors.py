@@ -10,7 +10,7 @@ EXTRAS = {
     "train": (
         "click", "filelock", "fsspec", "jinja2", "matplotlib", "pyarrow", "pydantic", "scipy", "tensorboard", "tqdm",
     ),
-    "serve": ("httptools", "orjson", "prometheus_client", "uvloop"),
+    "serve": ("httptools", "orjson", "prometheus_client", "uvicorn", "uvloop"),
     "onnx": ("onnxruntime", "onnxscript"),
     "dask": ("distributed",),
 }  # fmt: skip

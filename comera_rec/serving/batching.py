@@ -10,16 +10,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from comera_rec.serving.package import ModelMetadata, ServingModel, TensorInput
+from comera_rec.serving.package import ModelMetadata, TensorInput
+from comera_rec.serving.versions import Version
 
-Outputs = list[np.ndarray] | Exception
+Outputs = tuple[list[np.ndarray], str]  # and the number of the version that they are of
 
 
 class _Waiting(NamedTuple):
-    model: ServingModel
+    version: Version
     tensors: Sequence[np.ndarray]
     rows: int
-    done: Callable[[Outputs], None]
+    outputs: asyncio.Future[Outputs]
 
 
 class Overloaded(Exception):
@@ -42,24 +43,26 @@ class Batcher:
         self._waiting: deque[_Waiting] = deque()
         self.waiting_rows = 0
 
-    def add(self, model: ServingModel, tensors: Sequence[np.ndarray], rows: int, done: Callable[[Outputs], None]) -> None:
-        """Queue a request; `done` is called with its outputs, or with what the model raised for it.
+    def add(self, version: Version, tensors: Sequence[np.ndarray], rows: int) -> asyncio.Future[Outputs]:
+        """Queue a request; return its outputs to come, or what the model raises for it.
 
         Raises:
             Overloaded: too many rows wait already.
         """
         if self.waiting_rows and self.waiting_rows + rows > self._max_queue:
             raise Overloaded
+        loop = asyncio.get_running_loop()
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._run)
+            loop.call_soon(self._run)
         self.waiting_rows += rows
-        self._waiting.append(_Waiting(model, tensors, rows, done))
+        self._waiting.append(_Waiting(version, tensors, rows, loop.create_future()))
+        return self._waiting[-1].outputs
 
     def _run(self) -> None:
-        """Answer the first requests, all for one model, that fit in a call."""
+        """Answer the first requests, all for one version, that fit in a call."""
         taken = [self._waiting.popleft()]
-        model, rows = taken[0].model, taken[0].rows
-        while self._waiting and self._waiting[0].model is model and model.metadata.is_by_row:
+        version, rows = taken[0].version, taken[0].rows
+        while self._waiting and self._waiting[0].version is version and version.metadata.is_by_row:
             if rows + self._waiting[0].rows > self._max_rows:
                 break
             taken.append(self._waiting.popleft())
@@ -72,14 +75,17 @@ class Batcher:
 
 
 def _answer(requests: Sequence[_Waiting]) -> None:
-    model = requests[0].model
+    requests = [request for request in requests if not request.outputs.cancelled()]
+    if not requests:
+        return
+    version = requests[0].version
     try:
-        merged = merge([request.tensors for request in requests], model.metadata)
+        merged = merge([request.tensors for request in requests], version.metadata)
         with torch.inference_mode():
-            outputs = [output.numpy() for output in model.run(*map(torch.from_numpy, merged))]
+            outputs = [output.numpy() for output in version.model.run(*map(torch.from_numpy, merged))]
     except Exception as error:
         if len(requests) == 1:
-            requests[0].done(error)
+            requests[0].outputs.set_exception(error)
             return
         for request in requests:  # find the one at fault
             _answer([request])
@@ -87,7 +93,8 @@ def _answer(requests: Sequence[_Waiting]) -> None:
     begin = 0
     for request in requests:
         alone = len(requests) == 1  # outputs may then have another number of rows
-        request.done(outputs if alone else [output[begin : begin + request.rows] for output in outputs])
+        part = outputs if alone else [output[begin : begin + request.rows] for output in outputs]
+        request.outputs.set_result((part, version.number))
         begin += request.rows
 
 

@@ -111,11 +111,8 @@ def _read(tensor: Mapping[str, Any], wanted: TensorInput) -> np.ndarray:
         raise UserError(f"{name} has shape {reprlib.repr(shape)}: give a list of sizes")
     if not isinstance(numbers, bytes | list):
         raise UserError(f"{name} has no data: give a list of numbers")
-    try:
-        is_binary = isinstance(numbers, bytes)
-        data = (
-            np.frombuffer(bytearray(numbers), _DTYPES[str(datatype)]) if is_binary else np.asarray(numbers)
-        )  # torch may write to it
+    try:  # torch may write to the array, so bytes are copied
+        data = np.frombuffer(bytearray(numbers), _DTYPES[str(datatype)]) if isinstance(numbers, bytes) else np.asarray(numbers)
     except ValueError as error:
         raise UserError(
             f"{name} has data of unequal parts ({error}): give whole numbers of bytes, or one list, row by row"

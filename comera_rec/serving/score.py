@@ -70,7 +70,6 @@ def _scores(path: Path, batches: Iterable[Flat]) -> dict[str, np.ndarray]:
     with torch.inference_mode():
         scores = [model(*map(torch.from_numpy, batch))[0].numpy() for batch in batches]
     labels = run_of(model.metadata).labels
-    whole = np.concatenate([np.empty((0, len(labels))[: 1 if len(labels) == 1 else 2], np.float32), *scores])
-    if whole.ndim == 1:
-        return {"score": whole}
-    return {f"score_{label}": column for label, column in zip(labels, whole.T, strict=True)}
+    names = [f"score_{label}" for label in labels] if len(labels) > 1 else ["score"]
+    columns = [np.empty((len(labels), 0), np.float32), *(each.reshape(-1, len(labels)).T for each in scores)]
+    return dict(zip(names, np.concatenate(columns, axis=1), strict=True))

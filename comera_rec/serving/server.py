@@ -11,31 +11,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
+import uvicorn
 import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
 from comera_rec.serving.batching import Batcher, Outputs, Overloaded
-from comera_rec.serving.connections import HttpServer, Request, Response, listen
 from comera_rec.serving.protocol import JSON_LENGTH, describe_model, json_length, read_inputs, write_outputs
 from comera_rec.serving.versions import ModelFile, Version
 from data_pipeline.errors import UserError
 
 log = logging.getLogger("comera_rec.serving")
-Reply = Callable[[Any], None]  # takes a Response, content for JSON, or an exception
+Headers = Mapping[str, str]  # with names in lower case
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2)
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+
+
+class _Response(NamedTuple):
+    """An answer."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = "application/json"
+    headers: Mapping[str, str] = {}
+
+
+Post = Callable[[Headers, bytes], Awaitable[_Response]]
 
 
 class _Refused(Exception):
@@ -75,7 +90,7 @@ class ServeOptions:
 
 
 class Server:
-    """The routes of the server, for one model."""
+    """The routes of the server, for one model, as an ASGI application; `http` is the server that calls it."""
 
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
@@ -91,99 +106,121 @@ class Server:
         )
         self.batcher = Batcher(max_rows=options.max_batch, max_queue=options.max_queue, observe=rows.observe)
         model = f"/v2/models/{self.file.name}"
-        self._gets: dict[str, Callable[[], Any]] = {
-            "/v2": lambda: {"name": "comera-rec", "version": version_of("comera-rec"), "extensions": ["binary_tensor_data"]},
-            "/v2/health/live": lambda: {"live": True},
-            "/v2/health/ready": lambda: {"ready": True},
-            "/metrics": lambda: Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST),
-            model: lambda: describe_model(self.file.name, self.file.current.number, self.file.current.metadata),
-            f"{model}/ready": lambda: {"name": self.file.name, "ready": True},
+        self._gets: dict[str, Callable[[], _Response]] = {
+            "/v2": lambda: _json({"name": "comera-rec", "version": version_of("comera-rec"), "extensions": ["binary_tensor_data"]}),
+            "/v2/health/live": lambda: _json({"live": True}),
+            "/v2/health/ready": lambda: _json({"ready": True}),
+            "/metrics": lambda: _Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST),
+            model: lambda: _json(describe_model(self.file.name, self.file.current.number, self.file.current.metadata)),
+            f"{model}/ready": lambda: _json({"name": self.file.name, "ready": True}),
         }
-        self._posts: dict[str, Callable[[Request, Reply], None]] = {f"{model}/infer": self._infer, "/score": self._score}
+        self._posts: dict[str, Post] = {f"{model}/infer": self._infer, "/score": self._score}
         self._routes = dict.fromkeys(self._gets, "GET") | dict.fromkeys(self._posts, "POST")
+        self.http = uvicorn.Server(
+            uvicorn.Config(
+                self,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=20,
+                timeout_graceful_shutdown=5,
+            )
+        )
 
-    def handle(self, request: Request, respond: Callable[[Response], None]) -> None:
-        """Answer a request, now or once the model has run."""
-        start, route = time.perf_counter(), request.path if request.path in self._routes else "other"
-
-        def reply(answer: Any) -> None:
-            response = self._response(answer, route)
-            self._requests(route, response.status).inc()
-            self._seconds(route).observe(time.perf_counter() - start)
-            respond(response)
-
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        method, path, start = scope["method"], scope["path"], time.perf_counter()
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        route = path if path in self._routes else "other"
         try:
-            self._check(request)
-            if request.method == "GET":
-                reply(self._gets[request.path]())
-            else:
-                self._posts[request.path](request, reply)
+            body = await self._read(receive)
+            if body is None:
+                return
+            start = time.perf_counter()
+            self._check(method, path, headers)
+            response = self._gets[path]() if method == "GET" else await self._posts[path](headers, body)
+        except asyncio.CancelledError:
+            response = _error(503, "the server stops: send the request to another one")
         except Exception as error:
-            reply(error)
+            response = self._refusal(error, route)
+        self._requests(route, response.status).inc()
+        self._seconds(route).observe(time.perf_counter() - start)
+        given = {"Content-Type": response.content_type, "Content-Length": str(len(response.body)), **response.headers}
+        encoded = [(name.encode(), value.encode()) for name, value in given.items()]
+        await send({"type": "http.response.start", "status": response.status, "headers": encoded})
+        await send({"type": "http.response.body", "body": response.body})
 
-    def _check(self, request: Request) -> None:
-        """Raise _Refused for a request that no route takes."""
-        method, encoding = self._routes.get(request.path), request.headers.get("content-encoding", "identity")
-        if method is None:
-            here = f"ask for {self.file.name}" if request.path.startswith("/v2/models/") else f"ask for {', '.join(self._routes)}"
-            raise _Refused(404, f"{request.path} isn't served here: {here}")
-        if request.method != method:
-            raise _Refused(405, f"{request.path} is read by {request.method}: use {method}")
-        if request.is_too_long:
+    async def _read(self, receive: Receive) -> bytes | None:
+        """Return the body of a request, or None if the client has gone.
+
+        A body that is too long is read to its end, as few clients read an answer while they send, but not kept.
+        """
+        parts, size, more_body = list[bytes](), 0, True
+        while more_body:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            size, more_body = size + len(message["body"]), message["more_body"]
+            if size <= self.options.max_body:
+                parts.append(message["body"])
+        if size > self.options.max_body:
             raise _Refused(413, f"the body has more than {self.options.max_body} bytes: send fewer rows at a time")
+        return b"".join(parts)
+
+    def _check(self, method: str, path: str, headers: Headers) -> None:
+        """Raise _Refused for a request that no route takes."""
+        taken, encoding = self._routes.get(path), headers.get("content-encoding", "identity")
+        if taken is None:
+            here = f"ask for {self.file.name}" if path.startswith("/v2/models/") else f"ask for {', '.join(self._routes)}"
+            raise _Refused(404, f"{path} isn't served here: {here}")
+        if method != taken:
+            raise _Refused(405, f"{path} is read by {method}: use {taken}")
         if encoding != "identity":
             raise _Refused(415, f"the body has the content encoding {encoding!r}: send it as it is")
 
-    def _response(self, answer: Any, route: str) -> Response:
-        if isinstance(answer, Response):
-            return answer
-        if not isinstance(answer, Exception):
-            return _json(answer)
-        if isinstance(answer, ValueError):
-            return _error(400, answer)
-        if isinstance(answer, _Refused):
-            return _error(answer.status, answer)
-        if isinstance(answer, Overloaded):
-            error = f"more than {self.options.max_queue} rows wait: try again, or start more servers"
-            return _error(503, error, {"Retry-After": "1"})
-        log.error("a request to %s failed", route, exc_info=answer)
+    def _refusal(self, error: Exception, route: str) -> _Response:
+        if isinstance(error, ValueError):
+            return _error(400, error)
+        if isinstance(error, _Refused):
+            return _error(error.status, error)
+        if isinstance(error, Overloaded):
+            reason = f"more than {self.options.max_queue} rows wait: try again, or start more servers"
+            return _error(503, reason, {"Retry-After": "1"})
+        log.error("a request to %s failed", route, exc_info=error)
         return _error(500, "the server failed; see its log")
 
-    def _infer(self, request: Request, reply: Reply) -> None:
+    async def _infer(self, headers: Headers, content: bytes) -> _Response:
         version = self.file.current
-        length = json_length(request.headers.get(JSON_LENGTH.lower()), len(request.body))
-        body = _parse(request.body[:length])
-        tensors = read_inputs(body, request.body[length:], version.metadata)
+        length = json_length(headers.get(JSON_LENGTH.lower()), len(content))
+        body = _parse(content[:length])
+        tensors = read_inputs(body, content[length:], version.metadata)
+        outputs, number = await self._run(version, tensors)
+        answer, binary = write_outputs(body, self.file.name, number, version.metadata, outputs)
+        response = _json(answer)
+        if not binary:
+            return response
+        length_header = {JSON_LENGTH: str(len(response.body))}
+        return _Response(response.body + binary, content_type="application/octet-stream", headers=length_header)
 
-        def write(outputs: list[np.ndarray]) -> Response:
-            content, binary = write_outputs(body, self.file.name, version.number, version.metadata, outputs)
-            response = _json(content)
-            if not binary:
-                return response
-            headers = {JSON_LENGTH: str(len(response.body))}
-            return Response(response.body + binary, content_type="application/octet-stream", headers=headers)
-
-        self._run(version, tensors, write, reply)
-
-    def _score(self, request: Request, reply: Reply) -> None:
-        body, version = _parse(request.body), self.file.current
+    async def _score(self, headers: Headers, content: bytes) -> _Response:
+        body, version = _parse(content), self.file.current
         if version.encoder is None:
             raise _Refused(404, f"/score is unavailable without vocabularies: {version.reason}")
         rows = body.get("rows") if isinstance(body, dict) else None
         if not isinstance(rows, list):
             raise UserError('the body is not an object with a list of rows: give {"rows": [{"I1": 3, ...}, ...]}')
         self._check_rows(len(rows))
+        (scores, *_), number = await self._run(version, version.encoder(rows))
+        return _json({"scores": scores, "model_version": number})
 
-        self._run(version, version.encoder(rows), lambda outputs: {"scores": outputs[0], "model_version": version.number}, reply)
-
-    def _run(self, version: Version, tensors: Sequence[np.ndarray], write: Callable[[list[np.ndarray]], Any], reply: Reply) -> None:
+    def _run(self, version: Version, tensors: Sequence[np.ndarray]) -> Awaitable[Outputs]:
         rows = version.model.check(*tensors)
         self._check_rows(rows)
-
-        def done(outputs: Outputs) -> None:
-            reply(outputs if isinstance(outputs, Exception) else write(outputs))
-
-        self.batcher.add(version.model, tensors, rows, done)
+        return self.batcher.add(version, tensors, rows)
 
     def _check_rows(self, rows: int) -> None:
         if not rows:
@@ -191,11 +228,10 @@ class Server:
         if rows > self.options.max_rows:
             raise _Refused(413, f"the request has {rows} rows: send at most {self.options.max_rows} at a time")
 
-    async def run(self, sock: socket.socket, stop: asyncio.Event) -> None:
-        """Answer requests to a listening socket until `stop` is set."""
+    async def run(self, sock: socket.socket) -> None:
+        """Answer requests to a listening socket until `http` is told to exit."""
         watch = asyncio.create_task(self.file.watch(self.options.reload_seconds))
-        unavailable = _error(503, "the server stops: send the request to another one")
-        await HttpServer(self.handle, self.options.max_body, unavailable).serve(sock, stop)
+        await self.http.serve([sock])
         watch.cancel()
 
 
@@ -206,12 +242,28 @@ def _parse(content: bytes) -> Any:
         raise UserError(f"the body is not JSON: {error}") from error
 
 
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+def _json(content: Any) -> _Response:
+    return _Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
-def _error(status: int, error: object, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps({"error": " ".join(str(error).split())}), status, headers=headers or {})
+def _error(status: int, error: object, headers: Mapping[str, str] | None = None) -> _Response:
+    return _Response(orjson.dumps({"error": " ".join(str(error).split())}), status, headers=headers or {})
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open a listening socket.
+
+    Raises:
+        ValueError: if the port is taken, or the host is not an address of this machine.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=family == socket.AF_INET6)
+    except socket.gaierror as error:
+        raise UserError(f"--host {host} is unknown ({error.strerror}): give a name or address of this machine") from error
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)  # strerror repeats the address
+        raise UserError(f"can't listen on {host}:{port} ({reason}): choose another --port or --host") from error
 
 
 def serve(options: ServeOptions, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -224,17 +276,12 @@ def serve(options: ServeOptions, tell: Callable[[str], None] = lambda line: None
     Raises:
         ValueError: if the model can't be loaded, the vocabularies don't fit it, or the port is taken.
     """
-
-    async def run() -> None:
-        stop = asyncio.Event()
-        for name in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(name, stop.set)
-        await server.run(sock, stop)
-
     with listen(options.host, options.port) as sock:
         server = Server(options)
         version, (host, port, *_) = server.file.current, sock.getsockname()
         if version.encoder is None:
             tell(f"/score is unavailable without vocabularies: {version.reason}")
         tell(f"serving {server.file.name}, version {version.number}, on http://{f'[{host}]' if ':' in host else host}:{port}")
-        uvloop.run(run())
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has stopped
+            signal.signal(number, server.http.handle_exit)
+        uvloop.run(server.run(sock))

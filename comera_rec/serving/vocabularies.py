@@ -61,10 +61,9 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
     if actual["dense"] != run.dense:
         stated = f"{folder} has integer columns {', '.join(actual['dense'])}, the model {', '.join(run.dense)}"
         raise UserError(f"{stated}: give the model's data set")
-    expected_rows = next(each.keys for each in metadata.inputs if isinstance(each, FeatureInput))
-    rows = {column.name: column.num_embeddings for column in manifest.categorical_columns}
-    encodings = ((rows, actual["checksums"]), (expected_rows, run.checksums))
-    ours, theirs = ({name: (counts[name], sums[name]) for name in counts} for counts, sums in encodings)
+    keys = next(each.keys for each in metadata.inputs if isinstance(each, FeatureInput))
+    theirs = {name: (rows, run.checksums[name]) for name, rows in keys.items()}
+    ours = {c.name: (c.num_embeddings, actual["checksums"][c.name]) for c in manifest.categorical_columns}
     if list(ours.items()) != list(theirs.items()):
         differing = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
         raise UserError(

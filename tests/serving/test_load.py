@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -126,8 +127,8 @@ def refuse_mistakes(client: httpx.Client, good: dict[str, Any], step: int = 1) -
 
 
 @contextlib.contextmanager
-def serving_process(*options: object) -> Iterator[tuple[httpx.Client, int]]:
-    """Run `comera serve`; yield a client and the process id once it is ready."""
+def serving_process(*options: object, signal_number: int = signal.SIGTERM) -> Iterator[tuple[httpx.Client, int]]:
+    """Run `comera serve`; yield a client and the process id once it is ready. A signal ends it, without an error."""
     command = [sys.executable, "-m", "comera_rec", "serve", "--port", 0, *options]
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -137,8 +138,9 @@ def serving_process(*options: object) -> Iterator[tuple[httpx.Client, int]]:
         with httpx.Client(base_url=ready[1], timeout=60) as client:
             yield client, process.pid
     finally:
-        process.terminate()
-        process.communicate(timeout=30)
+        process.send_signal(signal_number)
+        shown = process.communicate(timeout=30)[1]
+    assert (process.returncode, "Traceback" in shown) == (0, False), shown
 
 
 def resident_mib(pid: int) -> float:

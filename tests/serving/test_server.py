@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -21,39 +21,31 @@ import numpy as np
 import pytest
 import torch
 import uvloop
-from test_load import error_of, good_rows, refuse_mistakes
+from test_load import ROWS, error_of, good_rows, refuse_mistakes, serving_process
 
-from comera_rec.serving import connections
 from comera_rec.serving.batching import merge
-from comera_rec.serving.connections import listen
 from comera_rec.serving.package import FeatureInput, ModelMetadata, ServingModel, TensorInput
-from comera_rec.serving.server import ServeOptions, Server, serve
+from comera_rec.serving.server import ServeOptions, Server, listen, serve
 from data_pipeline.encoder import RequestEncoder
 
 
 @contextlib.contextmanager
-def listening(server: Server) -> Iterator[tuple[Callable[[], None], tuple[str, int]]]:
-    """Run a server in a thread; yield a function that stops it, and its address."""
-    sock, loop, stop = listen("127.0.0.1", 0), uvloop.new_event_loop(), asyncio.Event()
-    address = sock.getsockname()
-    thread = threading.Thread(target=loop.run_until_complete, args=(server.run(sock, stop),))
-    thread.start()
-
-    def end() -> None:
-        loop.call_soon_threadsafe(stop.set)
-
-    try:
-        yield end, address
-    finally:
-        end()
-        thread.join()
-        loop.close()
-        sock.close()
+def listening(server: Server) -> Iterator[tuple[str, int]]:
+    """Run a server in a thread; yield its address."""
+    with listen("127.0.0.1", 0) as sock:
+        address = sock.getsockname()
+        thread = threading.Thread(target=uvloop.run, args=(server.run(sock),))
+        thread.start()
+        try:
+            yield address
+        finally:
+            server.http.should_exit = True
+            thread.join()
 
 
 @contextlib.contextmanager
 def served(options: ServeOptions) -> Iterator[httpx.Client]:
-    with listening(Server(options)) as (_, (host, port)), httpx.Client(base_url=f"http://{host}:{port}", timeout=60) as client:
+    with listening(Server(options)) as (host, port), httpx.Client(base_url=f"http://{host}:{port}", timeout=60) as client:
         yield client
 
 
@@ -174,7 +166,7 @@ def test_limits(model: Path, data: Path) -> None:
         answer = client.post("/score", content=b" " * 180_000)
         assert (answer.status_code, error_of(answer)) == (413, "the body has more than 100000 bytes: send fewer rows at a time")
     server = Server(ServeOptions(model=model, data=data, max_queue=7))
-    with listening(server) as (_, (host, port)), httpx.Client(base_url=f"http://{host}:{port}", timeout=60) as client:
+    with listening(server) as (host, port), httpx.Client(base_url=f"http://{host}:{port}", timeout=60) as client:
         assert client.post("/v2/models/model/infer", json=good).status_code == 200
         server.batcher.waiting_rows += 3  # as if others waited
         answer = client.post("/v2/models/model/infer", json=good)
@@ -184,34 +176,27 @@ def test_limits(model: Path, data: Path) -> None:
         assert client.post("/v2/models/model/infer", json=good).status_code == 200
 
 
-def test_pipelined_and_chunked_requests_are_answered_in_order(client: httpx.Client, data: Path) -> None:
+def chunks(body: bytes, size: int) -> Iterator[bytes]:
+    """A body that is sent without its length."""
+    yield from (body[begin : begin + size] for begin in range(0, len(body), size))
+
+
+def test_chunked_bodies(client: httpx.Client, data: Path) -> None:
     body = json.dumps(good_rows(data)[0]).encode()
-    infer = b"POST /v2/models/model/infer HTTP/1.1\r\n"
-    requests = [
-        infer + b"Content-Length: %d\r\n\r\n" % len(body) + body,
-        b"GET /v2/health/live HTTP/1.1\r\n\r\n",
-        infer + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n",
-        b"GET /v2/health/ready HTTP/1.1\r\nConnection: close\r\n\r\n",
-    ]
-    with socket.create_connection((client.base_url.host, client.base_url.port)) as sock:
-        sock.sendall(b"".join(requests * 10))
-        with sock.makefile("rb") as answers:
-            content = answers.read()
-    assert content.count(b"HTTP/1.1 200 OK") == 4
-    places = [content.index(word) for word in (b"probabilities", b'"live"', b'"ready"')]
-    assert places == sorted(places)
+    assert client.post("/v2/models/model/infer", content=chunks(body, 100)).status_code == 200
+    answer = client.post("/score", content=chunks(b" " * (9 << 20), 1 << 20))
+    assert (answer.status_code, error_of(answer)) == (413, f"the body has more than {8 << 20} bytes: send fewer rows at a time")
 
 
-@pytest.mark.parametrize("sent", [b"\x16\x03\x01 nonsense\r\n\r\n", b"GET /v2 HTTP/1.1\r\nX: " + b"x" * 70_000])
-def test_bytes_that_are_no_request_are_refused(client: httpx.Client, sent: bytes) -> None:
-    with socket.create_connection((client.base_url.host, client.base_url.port)) as sock:
-        sock.sendall(sent)
-        with sock.makefile("rb") as answer:
-            assert answer.readline().startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+def test_other_methods(client: httpx.Client) -> None:
+    assert error_of(client.put("/score")) == "/score is read by PUT: use POST"
+    answer = client.head("/v2/health/live")
+    assert (answer.status_code, answer.content) == (405, b"")
+    assert client.get("/v2/health/live").status_code == 200  # over the same connection
 
 
 def test_a_body_that_is_too_long_is_answered_after_it_was_sent(model: Path, data: Path) -> None:
-    with listening(Server(ServeOptions(model=model, data=data, max_body=5_000_000))) as (_, address):
+    with listening(Server(ServeOptions(model=model, data=data, max_body=5_000_000))) as address:
         connection = HTTPConnection(*address, timeout=60)
         connection.request("POST", "/score", body=b" " * 19_000_000, headers={"Connection": "close"})
         answer = connection.getresponse()
@@ -220,70 +205,68 @@ def test_a_body_that_is_too_long_is_answered_after_it_was_sent(model: Path, data
         connection.close()
 
 
-def test_a_server_that_stops_answers_what_was_sent(
+def test_a_server_that_stops_answers_what_it_reads(
     model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Clients are answered until they can't connect any more; a request that isn't whole ends without a traceback."""
-    monkeypatch.setattr(connections, "_DRAIN_SECONDS", 1)
-    body, score, outcomes = json.dumps(good_rows(data)[0]), ServingModel.__call__, list[object]()
-    monkeypatch.setattr(ServingModel, "__call__", lambda *arguments: (time.sleep(0.02), score(*arguments))[1])
+    """Requests that wait for the model are answered, and so is one whose body hasn't arrived by the end."""
+    body, run, waiting, statuses = json.dumps(good_rows(data)[0]), ServingModel.run, list[int](), list[int]()
+    connected = threading.Barrier(10)
+    server = Server(ServeOptions(model=model, data=data, max_batch=ROWS))
+    server.http.config.timeout_graceful_shutdown = 1
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        waiting.append(server.batcher.waiting_rows)
+        server.http.should_exit |= waiting[-1] + ROWS * len(waiting) == ROWS * 10  # all requests have been read
+        return run(*arguments)
 
     def client(address: tuple[str, int]) -> None:
-        while True:
-            connection = HTTPConnection(*address, timeout=60)
-            try:
-                connection.connect()
-                for _ in range(3):
-                    connection.request("POST", "/v2/models/model/infer", body)
-                    answer = connection.getresponse()
-                    answer.read()
-                    outcomes.append(answer.status)
-                    if answer.headers["Connection"] == "close":
-                        break
-            except ConnectionRefusedError:
-                return
-            except OSError as error:
-                outcomes.append(error)
-            connection.close()
+        connection = HTTPConnection(*address, timeout=60)
+        connection.request("GET", "/v2/health/live")
+        connection.getresponse().read()
+        connected.wait()
+        connection.request("POST", "/v2/models/model/infer", body)
+        statuses.append(connection.getresponse().status)
+        connection.close()
 
-    with listening(Server(ServeOptions(model=model, data=data, max_batch=5))) as (end, address):
-        half = socket.create_connection(address)
+    monkeypatch.setattr(ServingModel, "run", slow)
+    with listening(server) as address, socket.create_connection(address) as half, socket.create_connection(address) as idle:
         half.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
-        threads = [threading.Thread(target=client, args=(address,)) for _ in range(24)]
+        threads = [threading.Thread(target=client, args=(address,)) for _ in range(10)]
         for thread in threads:
             thread.start()
-        time.sleep(1)
-        end()
         for thread in threads:
             thread.join()
-        with half, half.makefile("rb") as answer:
-            assert b" 503 " in answer.readline()
-    assert set(outcomes) == {200}
+        with half.makefile("rb") as answer, idle.makefile("rb") as nothing:
+            content = answer.read()
+            assert content.startswith(b"HTTP/1.1 503 ")
+            assert content.endswith(b'{"error":"the server stops: send the request to another one"}')
+            assert nothing.read() == b""
+    assert statuses == [200] * 10
+    assert max(waiting) > 5 * ROWS
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_clients_that_stop_sending_are_disconnected(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_client_that_leaves_is_not_answered(
+    model: Path, data: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "_CLIENT_SECONDS", 1)
-    with listening(Server(ServeOptions(model=model, data=data))) as (_, address), contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(5)]
-        for client, sent in zip(
-            clients,
-            [
-                b"",
-                b"POST /score HTTP/1.1\r\nConte",
-                b"POST /score HTTP/1.1\r\nContent-Length: 99\r\n\r\n{",
-                b"POST /v2/models/other/infer HTTP/1.1\r\nContent-Length: 99\r\n\r\n{",
-                b"GET /v2 HTTP/1.1\r\n\r\n\r\n",
-            ],
-            strict=True,
-        ):
-            client.sendall(sent)
-        for client in clients:
-            with client.makefile("rb") as answer:
-                answer.read()  # ends when the server closes the connection
+    with served(ServeOptions(model=model, data=data)) as client:
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as half:
+            half.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
+        assert 'route="/score"' not in client.get("/metrics").text
+    assert not caplog.records
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_interrupted(model: Path, host: str, address: str) -> None:
+    try:
+        listen(host, 0).close()
+    except ValueError:
+        pytest.skip(f"this machine has no {host}")
+    with serving_process("--model", model, "--host", host, signal_number=signal.SIGINT) as (client, _):
+        assert client.base_url.host == address.strip("[]")
+        assert client.get("/v2/health/live").json() == {"live": True}
 
 
 IMPORTED = """
@@ -291,21 +274,24 @@ import json, sys
 from pathlib import Path
 import asyncio
 from comera_rec.cli.serve import ServeOptions
-from comera_rec.serving.connections import Request
 from comera_rec.serving.server import Server
 
 model, data, *bodies = sys.argv[1:]
 answers = []
 
 async def ask():
+    async def receive():
+        return {"type": "http.request", "body": body.encode(), "more_body": False}
+
+    async def send(message):
+        answers.append(message.get("status"))
+
     server = Server(ServeOptions(model=Path(model), data=Path(data)))
     for path, body in zip(("/v2/models/model/infer", "/score"), bodies, strict=True):
-        server.handle(Request("POST", path, {}, body.encode()), answers.append)
-    while len(answers) < 2:
-        await asyncio.sleep(0.01)
+        await server({"method": "POST", "path": path, "headers": []}, receive, send)
 
 asyncio.run(ask())
-assert [answer.status for answer in answers] == [200, 200]
+assert answers == [200, None, 200, None]
 heavy = {"torch._inductor", "torch._dynamo", "torchrec", "fbgemm_gpu", "sympy", "pandas", "triton"}
 print(*sorted(heavy & sys.modules.keys()))
 """
@@ -340,6 +326,8 @@ def test_port_in_use(model: Path) -> None:
             ValueError, match=rf"can't listen on 127.0.0.1:{port} \(Address already in use\): choose another --port"
         ):
             serve(ServeOptions(model=model, port=port))
+    with pytest.raises(ValueError, match=r"--host nowhere.invalid is unknown \(.*\): give a name or address of this machine"):
+        serve(ServeOptions(model=model, host="nowhere.invalid"))
 
 
 def test_merged_requests() -> None:
