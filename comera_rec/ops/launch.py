@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 LEAST_RANK = 8
 
@@ -52,11 +54,9 @@ class Kernel:
             return
         # Triton finds a kernel anew in every launch, and asks the driver about each pointer, which takes tens of microseconds:
         # where nothing that a kernel is compiled for differs, the one that it found is launched again, by addresses.
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        key = (
-            *[tensor.dtype for tensor in tensors], *[tensor.get_device() for tensor in tensors],
-            *[address % 16 == 0 for address in addresses], max(numbers) > _LARGEST,
-        )  # fmt: skip
+        addresses = [*map(Tensor.data_ptr, tensors)]
+        types, devices = map(_DTYPE, tensors), map(Tensor.get_device, tensors)
+        key = (*types, *devices, *[address & 15 for address in addresses], max(numbers) > _LARGEST)
         compiled = self._compiled.get(key)
         if compiled is None:
             assert tuple(operands) == self.operands, f"{self.function.__name__} takes {self.operands} in this order"
@@ -93,6 +93,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 _recorders: list[list[Launch]] = []
 _LARGEST = 0x7FFFFFFF
+_DTYPE = attrgetter("dtype")
 
 
 def rank_bucket(rank: int) -> int:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,6 +53,7 @@ _KINDS: dict[type[Optimizer], Kind] = {
 }  # fmt: skip
 ROW_WISE = Kind("RowWiseAdagrad", 2, _ADAGRAD, {"maximize": False}, ("sum",))
 UPDATING = "_comera_updating"  # attribute of a parameter that an optimizer updates in backward
+_GRADIENT = attrgetter("grad")
 IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # imported only if one is: that takes a second
 
 
@@ -182,7 +183,7 @@ class Updates:
 
     def _count_and_states(self) -> tuple[Tensor | None, list[list[Tensor]]]:
         """Count a step; return the counts, if the kind has states, and the states by name, each of cores and then of diagonals."""
-        if any(parameter.grad is not None for parameter in self._parameters):
+        if [*map(_GRADIENT, self._parameters)].count(None) < len(self._parameters):
             raise UserError(
                 "a core that is updated in backward has a gradient, from another use of it, so its optimizer would take two steps: "
                 "let this table's cores get gradients, by update_in_backward_(table, None)"
@@ -194,13 +195,13 @@ class Updates:
             optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
         ]
         tensors, memory = self._found
-        found = [state.get(name) for name in ("step", *names) for state in by_parameter]
+        found = _states_of(by_parameter, names)
         if self._count is not None and are_same(found, tensors) and _memory_of(self._states) == memory:
             return self._count.add_(1), self._states
         entries = list(zip(self._parameters, by_parameter, self._groups(), strict=True))
         self._states = [[_state(self.kind, *entry, name) for entry in entries] for name in names]
         self._count = _count(by_parameter)
-        self._found = [state[name] for name in ("step", *names) for state in by_parameter], _memory_of(self._states)
+        self._found = _states_of(by_parameter, names), _memory_of(self._states)
         return self._count, self._states
 
     def gpu_rules(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -235,6 +236,13 @@ class Updates:
 def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Return whether two sequences have the same objects; equal tensors would have to be compared by their values."""
     return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _states_of(by_parameter: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Any]:
+    try:
+        return [*chain.from_iterable(map(itemgetter("step", *names), by_parameter))]
+    except KeyError:  # they aren't made yet
+        return []
 
 
 def _memory_of(states: Sequence[Sequence[Tensor]]) -> list[Any]:
