@@ -76,7 +76,7 @@ def check_all_ids(features: KeyedJaggedTensor, limits: Mapping[str, int]) -> Non
     # A feature without a limit, and ids in no bag, may have any.
     lowest = on_device([[0 if key in limits else _ANY.min for key in keys] + [_ANY.min]], ids.device)[0]
     highest = on_device([[limits.get(key, _ANY.max) - 1 for key in keys] + [_ANY.max]], ids.device)[0]
-    ends = features.offsets()[features.stride() :: features.stride()].contiguous()
+    ends = features.offsets()[features.stride() :: features.stride()].long().contiguous()
     of_ids = torch.bucketize(torch.arange(len(ids), device=ids.device), ends, right=True)
     torch._assert_async(((ids >= lowest[of_ids]) & (ids <= highest[of_ids])).all())
 

@@ -209,7 +209,7 @@ def test_ids_of_all_features_are_checked_by_one_comparison(bad: tuple[str, int] 
     if bad is not None:
         ids[bad[0]][-1] = bad[1]
     values = torch.tensor([*ids["a"], *ids["b"], *ids["c"], -9])  # the last one is in no bag
-    features = KeyedJaggedTensor(keys=list("abc"), values=values, lengths=torch.tensor([0, 2, 1, 0, 3, 0]))
+    features = KeyedJaggedTensor(keys=list("abc"), values=values, lengths=torch.tensor([0, 2, 1, 0, 3, 0], dtype=torch.int32))
     with nullcontext() if bad is None else pytest.raises(RuntimeError, match="nonzero"):
         check_all_ids(features, {"a": 5, "c": 7})
 

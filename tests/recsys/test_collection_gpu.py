@@ -52,6 +52,7 @@ def test_a_gpu_collection_equals_one_on_the_cpu(keys: str, dense: tuple[str, ...
         torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
 def test_a_step_does_not_wait_for_the_device(optimizer: type[torch.optim.Optimizer]) -> None:
     collection = make(()).to("cuda")
