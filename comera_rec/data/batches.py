@@ -28,7 +28,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,8 +73,6 @@ class ParquetBatches(IterableDataset[Batch]):
         readers: readers of all processes together, among which the rows are divided: a multiple of world_size such that a
             process's readers give equally many rows to every batch. None for one per process.
         drop_last: leave out the rows that do not fill a batch on every process.
-        threads: threads in which each reader reads its next buffer ahead, which takes memory for one more buffer; 1 reads none
-            ahead, in the iterating thread.
 
     Raises:
         ValueError: for an argument out of range, an unlabeled data set, an empty split, fewer rows than one batch needs, or a shard
@@ -97,12 +94,8 @@ class ParquetBatches(IterableDataset[Batch]):
         world_size: int = 1,
         readers: int | None = None,
         drop_last: bool = False,
-        threads: int = 1,
     ) -> None:
-        given = {
-            "batch_size": (batch_size, 1), "shuffle_rows": (shuffle_rows, 1), "world_size": (world_size, 1), "seed": (seed, 0),
-            "threads": (threads, 1),
-        }  # fmt: skip
+        given = {"batch_size": (batch_size, 1), "shuffle_rows": (shuffle_rows, 1), "world_size": (world_size, 1), "seed": (seed, 0)}
         for name, (value, least) in given.items():
             if value < least:
                 raise UserError(f"{name} must be at least {least}, got {value}")
@@ -119,7 +112,6 @@ class ParquetBatches(IterableDataset[Batch]):
         self.manifest = read_manifest(data)
         self.batch_size, self.shuffle, self.shuffle_rows, self.seed, self.epochs = batch_size, shuffle, shuffle_rows, seed, epochs
         self.process_rank, self.world_size, self.readers, self.drop_last = process_rank, world_size, readers, drop_last
-        self.threads = threads
         self._dense_names = [column.name for column in self.manifest.integer_columns]
         self._label_names = [label.name for label in self.manifest.labels]
         self._weight_names = [self.manifest.weight.name] if self.manifest.weight else []
@@ -155,16 +147,11 @@ class ParquetBatches(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         (epoch, batch), self._resume_at = self._resume_at, (0, 0)
-        threads = ThreadPoolExecutor(self.threads, "ParquetBatches") if self.threads > 1 else None
-        try:
-            while self.epochs is None or epoch < self.epochs:
-                for number, rows in enumerate(self._epoch(epoch, batch, threads), start=batch + 1):
-                    self._next = (epoch, number)
-                    yield self._batch(rows)
-                epoch, batch = epoch + 1, 0
-        finally:
-            if threads:
-                threads.shutdown(cancel_futures=True)
+        while self.epochs is None or epoch < self.epochs:
+            for number, rows in enumerate(self._epoch(epoch, batch), start=batch + 1):
+                self._next = (epoch, number)
+                yield self._batch(rows)
+            epoch, batch = epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
         """Return the position after the last batch yielded, and the settings that it depends on; the same on every process."""
@@ -198,7 +185,7 @@ class ParquetBatches(IterableDataset[Batch]):
         names = ("shuffle", "shuffle_rows", "seed", "readers", "drop_last", "rows")
         return {"batch_size": self.batch_size * self.world_size} | {name: int(getattr(self, name)) for name in names}
 
-    def _epoch(self, epoch: int, first: int, threads: Executor | None) -> Iterator[pa.RecordBatch]:
+    def _epoch(self, epoch: int, first: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows of batches first, first + 1, ... of this process in an epoch."""
         worker = get_worker_info()
         workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
@@ -207,12 +194,10 @@ class ParquetBatches(IterableDataset[Batch]):
         local_readers = range(first_reader + worker_id, first_reader + process_readers, workers)
         shares = [(self.rows * reader // readers, self.rows * (reader + 1) // readers) for reader in local_readers]
         count = self.batches_per_epoch(workers)
-        for parts in zip(*(self._parts(epoch, share, first, count, threads) for share in shares), strict=True):
+        for parts in zip(*(self._parts(epoch, share, first, count) for share in shares), strict=True):
             yield _concatenated(list(itertools.chain.from_iterable(parts)))
 
-    def _parts(
-        self, epoch: int, share: tuple[int, int], first: int, count: int, threads: Executor | None
-    ) -> Iterator[list[pa.RecordBatch]]:
+    def _parts(self, epoch: int, share: tuple[int, int], first: int, count: int) -> Iterator[list[pa.RecordBatch]]:
         """Yield the rows that a reader gives to batches first, first + 1, ... of `count`."""
         size = self._rows_of_a_reader()
 
@@ -223,8 +208,6 @@ class ParquetBatches(IterableDataset[Batch]):
 
         position = end(first - 1) if first else 0
         chunks = self._chunks(epoch, share, position)
-        if threads:
-            chunks = _read_ahead(chunks, threads)
         if first == count:  # resumed at the epoch's end
             return
         chunk, taken = next(chunks), 0
@@ -320,14 +303,6 @@ class ParquetBatches(IterableDataset[Batch]):
         if len(self._label_names) == 1:
             labels = labels.flatten()
         return Batch(dense=dense, sparse=sparse, labels=labels, weights=weights.flatten() if self._weight_names else None)
-
-
-def _read_ahead(chunks: Iterator[pa.RecordBatch], threads: Executor) -> Iterator[pa.RecordBatch]:
-    """Yield chunks, of which a thread makes the next one meanwhile."""
-    ahead = threads.submit(next, chunks, None)
-    while (chunk := ahead.result()) is not None:
-        ahead = threads.submit(next, chunks, None)
-        yield chunk
 
 
 def _concatenated(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:

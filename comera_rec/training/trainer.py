@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from comera_rec.convert import compression_report
 from comera_rec.data import Batch, BatchLoader, ParquetBatches
-from comera_rec.distributed import WORLD, join_launched, launcher_number
+from comera_rec.distributed import WORLD, join_launched
 from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import bytes_outside
@@ -125,12 +125,9 @@ class Trainer:
         data, process_rank, world_size = self.config.data, WORLD.process_rank, WORLD.size
         if shuffle:
             readers = math.lcm(world_size, math.gcd(_READERS, self.part_size * world_size))
-            # Beside a GPU, which waits for batches; beside a CPU's training threads, more threads cost more than they save.
-            cores = len(os.sched_getaffinity(0)) // launcher_number("LOCAL_WORLD_SIZE", WORLD.size)
-            threads = 1 if self.device.type == "cpu" else max(1, min(_READERS, cores))
             return ParquetBatches(
                 data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows, seed=self.config.seed,
-                epochs=None, drop_last=True, process_rank=process_rank, world_size=world_size, readers=readers, threads=threads,
+                epochs=None, drop_last=True, process_rank=process_rank, world_size=world_size, readers=readers,
             )  # fmt: skip
         return ParquetBatches(data.path, split, batch_size=data.eval_batch_size, process_rank=process_rank, world_size=world_size)
 

@@ -197,7 +197,7 @@ class TestRows:
         def make(rank: int, world_size: int, readers: int | None = 8) -> ParquetBatches:
             return ParquetBatches(
                 data, "train", batch_size=16 // world_size, shuffle=True, shuffle_rows=64, seed=5, epochs=2, process_rank=rank,
-                world_size=world_size, readers=readers, drop_last=drop_last, threads=1 if world_size == 1 else 3,
+                world_size=world_size, readers=readers, drop_last=drop_last,
             )  # fmt: skip
 
         def numbers_of_all(ranks: list[ParquetBatches]) -> list[list[int]]:
@@ -215,18 +215,6 @@ class TestRows:
         assert numbers_of_all(resumed) == one[20:]
         with pytest.raises(ValueError, match=r"8 readers made them, which 16 processes can't share: launch .* that divides 8"):
             make(0, 16, readers=16).load_state_dict(state)
-
-    def test_leaving_ends_the_threads_that_read_ahead_and_their_errors_arrive(self, data: Path) -> None:
-        batches = ParquetBatches(data, "train", batch_size=8, readers=4, epochs=None, threads=3)
-        reading = iter(batches)
-        next(reading)
-        assert any("ParquetBatches" in thread.name for thread in threading.enumerate())
-        reading.close()
-        assert not any("ParquetBatches" in thread.name for thread in threading.enumerate())
-        shard = sorted((data / "train").iterdir())[0]
-        shard.write_bytes(shard.read_bytes()[:100])
-        with pytest.raises(ValueError, match="cannot be read"):
-            list(batches)
 
     def test_resuming_reads_only_the_remaining_rows(self, data: Path) -> None:
         dataset = ParquetBatches(data, "train", batch_size=10)
