@@ -25,7 +25,7 @@ BENCHMARKS = {
     "linear": ("linear:run", "linear layers: nn.Linear and TTLinear"),
     "transformer": ("transformer:run", "training a six-encoder transformer: dense, low rank, TT"),
     "dlrm": ("dlrm:run", "a whole DLRM: dense, and 99 to 1,000 times smaller; resumes"),
-    "gpu-dlrm": ("dlrm:run_steps", "steps of a whole DLRM: dense, TT, and on a GPU TT in a CUDA graph"),
+    "gpu-dlrm": ("dlrm:run_steps", "steps of a whole DLRM: dense and TT, on a GPU also in a CUDA graph"),
     "step": ("step:run", "a training step part by part: Kaggle's DLRM, dense and TT; MLPerf's DLRM-DCNv2, TT, and its memory"),
     "preprocess": ("preprocess:run", "raw logs to a data set: comera preprocess, pandas, DuckDB, torchrec; resumes"),
     "drift": ("drift:run", "frequencies that drift: hot rows as they are, reranked, ordered right from the start"),

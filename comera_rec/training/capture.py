@@ -1,6 +1,6 @@
 """An update that becomes one CUDA graph: forward, backward, optimizer and the price of ranks in a single launch.
 
-    update = CapturedUpdate(update, optimizer, CudaRecorder(device))
+    update = CapturedUpdate(update, [optimizer], CudaRecorder(device))
     for batch in batches:
         loss = update(batch)
 
@@ -10,7 +10,7 @@ replayed, and the next ones only copy their batches and replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,6 @@ from torch.optim import Adagrad, Optimizer
 
 from comera_rec.data import Batch
 from comera_rec.distributed import WORLD
-from data_pipeline.errors import UserError
 
 WARMUP = 3
 """Eager updates on batches of the same shapes before one is captured."""
@@ -59,6 +58,19 @@ class CudaRecorder:
         self._graph.replay()
 
 
+def why_not_captured(optimizer: Optimizer, rates_vary: bool) -> str | None:
+    """Return why updates with an optimizer can't be captured; None if they can."""
+    if WORLD.several:
+        return "several processes train together"
+    for group in optimizer.param_groups:
+        # Without decay, an Adagrad's rule doesn't depend on the number of the step, which is kept on the host.
+        is_constant = not (rates_vary or isinstance(group["lr"], Tensor))
+        is_adagrad = type(optimizer) is Adagrad and not group["lr_decay"] and is_constant
+        if not (is_adagrad or ("capturable" in group and (group["capturable"] or group.get("fused")))):
+            return f"{type(optimizer).__name__} can't be captured so; Adam and AdamW can, and Adagrad with constant rates"
+    return None
+
+
 class CapturedUpdate:
     """Runs an update as a CUDA graph, captured again after batches of other shapes or a learning rate set to another number.
 
@@ -67,39 +79,26 @@ class CapturedUpdate:
     Args:
         update: batch -> its loss. Python values in it stay as they were when captured; it must not wait for the
             device.
-        optimizer: the model's optimizer, made with `fused=True` or `capturable=True`, or Adagrad without decay. If learning rates
-            follow a schedule, make them tensors, which a graph reads in every step; Adagrad can't read tensors there. Steps that
-            Adagrad counts, which its rule doesn't need, stand still during replays.
+        optimizers: all of the model: with `fused=True` or `capturable=True`, Adagrad without decay, or those of FBGEMM's tables. If
+            learning rates follow a schedule, make them tensors, which a graph reads in every step; Adagrad and FBGEMM's tables
+            can't read tensors there. Steps that Adagrad counts, which its rule doesn't need, stand still during replays.
         recorder: what captures and replays.
-
-    Raises:
-        ValueError: if the optimizer can't be captured, or several processes train together.
     """
 
-    def __init__(self, update: Callable[[Batch], Tensor], optimizer: Optimizer, recorder: CudaRecorder) -> None:
-        if WORLD.several:
-            raise UserError("capture is on and several processes train together: set training.capture=false")
-        for group in optimizer.param_groups:
-            # Without decay, an Adagrad's rule doesn't depend on the number of the step, which is kept on the host.
-            is_adagrad = type(optimizer) is Adagrad and not group["lr_decay"] and not isinstance(group["lr"], Tensor)
-            if not (is_adagrad or ("capturable" in group and (group["capturable"] or group.get("fused")))):
-                raise UserError(
-                    f"capture is on and a step of {type(optimizer).__name__} with these settings can't be captured: build Adam or "
-                    "AdamW with fused=True, or Adagrad with constant rates, or set training.capture=false"
-                )
-        self._update, self._optimizer, self._recorder = update, optimizer, recorder
+    def __init__(self, update: Callable[[Batch], Tensor], optimizers: Sequence[Optimizer], recorder: CudaRecorder) -> None:
+        self._update, self._optimizers, self._recorder = update, optimizers, recorder
         self.reset()
 
     def reset(self) -> None:
         """Forget the graph; call it after parameters or optimizer state were replaced, by truncated ranks or a loaded state."""
-        self._last_layout: Hashable = None
+        self._last_layout: object = None
         self._repeats = 0  # calls in a row with that layout
         self._batch: Batch | None = None  # the graph's buffers
         self._loss: Tensor | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
         """Update the model; return the loss, which stays on the device. The batch's memory may become the graph's."""
-        layout = _layout(batch), tuple(_constant(group["lr"]) for group in self._optimizer.param_groups)
+        layout = _layout(batch), [_constant(group["lr"]) for each in self._optimizers for group in each.param_groups]
         if layout != self._last_layout:
             self.reset()
             self._last_layout = layout
@@ -108,7 +107,7 @@ class CapturedUpdate:
             if self._repeats <= WARMUP:
                 return self._recorder.run(lambda: self._update(batch))
             self._batch = batch
-            with _capturable(self._optimizer):
+            with _capturable(self._optimizers):
                 self._loss = self._recorder.capture(lambda: self._update(batch))
         else:
             for tensor, value in zip(_tensors(self._batch), _tensors(batch), strict=True):
@@ -135,9 +134,9 @@ def _constant(rate: float | Tensor) -> Hashable:
 
 
 @contextmanager
-def _capturable(optimizer: Optimizer) -> Iterator[None]:
-    """Set an optimizer's flag `capturable` during a capture; outside of one, the flag causes warnings and slows down steps."""
-    groups = [group for group in optimizer.param_groups if "capturable" in group]
+def _capturable(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Set the optimizers' flag `capturable` during a capture; outside of one, the flag causes warnings and slows down steps."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups if "capturable" in group]
     flags = [group["capturable"] for group in groups]
     for group in groups:
         group["capturable"] = True

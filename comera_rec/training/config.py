@@ -135,7 +135,7 @@ class TrainingConfig:
         patience: evaluations in a row without a lower validation NE, counted likewise, that end training; 0 to take all steps.
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
         precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32.
-        capture: on a GPU, whether steps are captured in a CUDA graph once their shapes have settled.
+        capture: on a GPU, whether steps are captured in a CUDA graph once their shapes have settled; "auto" where they can be.
         teacher: folder of a trained run on the same data, whose predictions take the place of the labels in the loss (distillation,
             Hinton et al., arXiv 1503.02531); every process keeps that whole model. For data on which that model predicts better.
         task_weights: weight of each label's loss in their mean, in the order of the data set's labels; empty for equal weights.
@@ -151,7 +151,7 @@ class TrainingConfig:
     patience: NonNegativeInt = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
-    capture: bool = False
+    capture: bool | Literal["auto"] = "auto"
     teacher: str | None = None
     task_weights: tuple[Annotated[float, Field(gt=0, lt=math.inf)], ...] = ()
 

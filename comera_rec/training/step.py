@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +13,17 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from comera_rec.data import Batch
 from comera_rec.rank import RankScheduler
 from comera_rec.recsys.sharding import rewrap_data_parallel_
-from comera_rec.training.capture import CapturedUpdate, CudaRecorder
+from comera_rec.training.capture import CapturedUpdate, CudaRecorder, why_not_captured
 from comera_rec.training.config import OptimizerConfig, RunConfig
 from comera_rec.training.state import TrainingState
+from data_pipeline.errors import UserError
 
 
 class TrainingStep:
     """Takes a run's steps: `step(number, batches)`, with number from 1.
 
     Attributes:
-        update: batch -> its loss; changes the model. On a GPU a CUDA graph, if asked for (`training.capture`).
+        update: batch -> its loss; changes the model. On a GPU a CUDA graph, if it can be captured (`training.capture`).
     """
 
     def __init__(
@@ -41,10 +43,16 @@ class TrainingStep:
         weights = torch.tensor(config.training.task_weights or 1.0, device=device)
         self._task_weights = weights / weights.mean()  # with mean 1, so that the price of ranks doesn't depend on their sum
         self.update: Callable[[Batch], Tensor] = self._update
-        if config.training.capture and device.type == "cuda":
+        if device.type == "cuda" and self._is_captured(config.training.capture):
             for group in state.optimizer.param_groups if self._rates_vary else ():  # a graph reads tensors in every step
                 group["lr"] = torch.tensor(group["lr"], device=device)
-            self.update = CapturedUpdate(self._update, state.optimizer, CudaRecorder(device))
+            self.update = CapturedUpdate(self._update, state.optimizers, CudaRecorder(device))
+
+    def _is_captured(self, capture: bool | Literal["auto"]) -> bool:
+        reason = why_not_captured(self._state.optimizer, self._rates_vary) if capture else None
+        if reason and capture is True:
+            raise UserError(f"training.capture is true, but {reason}: set training.capture=auto")
+        return bool(capture) and reason is None
 
     def __call__(self, number: int, batches: Iterator[Batch]) -> Tensor:
         """Take a step; return the task loss, which stays on the device."""
