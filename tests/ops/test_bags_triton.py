@@ -362,7 +362,7 @@ def test_what_is_kept_follows_states_that_move(device: str) -> None:
         assert all(register_update(parameter, optimizer) for parameter in tables.parameters())
         parts = [table.forward_parameters() for table in tables]
         group = TableGroup(parts)
-        for _ in range(2):
+        for _ in range(3):
             plan = plan_of(tables, [each.to(device) for each in ids], "triton")
             looked_up = tt_bags(group if is_kept else parts, plan, offsets.to(device), num_cols=6, features=2, impl="triton")
             looked_up.square().sum().backward()
