@@ -35,9 +35,9 @@ demo: install
 	$(COMERA) report --run $(DEMO)/dense --run $(DEMO)/compressed \
 		--truth $(DEMO)/raw/train.truth.json --output $(DEMO)/report.html
 
-# One process per core, up to eight. Files keep their order: those of one long test would otherwise come last, on one process.
+# One process per core, up to eight. The tests that belong together, the longest group, come first (tests/conftest.py).
 test: install
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope
 
 # Runs the compiled code's tests under the address and undefined-behavior sanitizers, with separately built libraries. A fault ends
 # its process with a report; PYTHONMALLOC=malloc bypasses Python's own allocator, which hides accesses beyond an array.

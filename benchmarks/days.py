@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.dlrm import CONFIG
-from benchmarks.harness.environment import FOLDER
+from benchmarks.harness.environment import comera
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Sizes
@@ -69,8 +67,8 @@ def _day(folder: Path, logs: list[Path], case: Day, seed: int) -> Iterator[tuple
 
     def trained(prepare: tuple[Any, ...], data: Path, output: Path, *more: object) -> dict[str, float]:
         start = time.perf_counter()
-        _comera(*prepare, "--output", data)
-        _comera(*train, f"data.path={data}", f"output={output}", *more)
+        comera(*prepare, "--output", data)
+        comera(*train, f"data.path={data}", f"output={output}", *more)
         seconds = time.perf_counter() - start
         return {**_score(folder, data, output, logs[day]), "seconds": seconds}
 
@@ -87,15 +85,7 @@ def _day(folder: Path, logs: list[Path], case: Day, seed: int) -> Iterator[tuple
 def _score(folder: Path, data: Path, run: Path, log: Path) -> dict[str, float]:
     """Evaluate a run on a log, encoded with the vocabularies of its data set."""
     with tempfile.TemporaryDirectory(dir=folder) as encoded:
-        _comera("transform", "--data", data, "--input", log, "--split", "test", "--output", f"{encoded}/data")
-        scores = json.loads(_comera("evaluate", "--checkpoint", run, "--data", f"{encoded}/data"))
+        comera("transform", "--data", data, "--input", log, "--split", "test", "--output", f"{encoded}/data")
+        scores = json.loads(comera("evaluate", "--checkpoint", run, "--data", f"{encoded}/data"))
     steps = json.loads((run / "result.json").read_text())["steps"]
     return {"ne": scores["ne"], "auc": scores["auc"], "steps": float(steps)}
-
-
-def _comera(*words: object) -> str:
-    command = [sys.executable, "-m", "comera_rec", *map(str, words)]
-    done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{command}:\n{done.stderr}")
-    return done.stdout.splitlines()[-1]

@@ -8,8 +8,6 @@ the test split; `counted` has the best NE and AUC that any model can reach there
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.environment import FOLDER
+from benchmarks.harness.environment import FOLDER, comera
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.trainings import Trained, train_all
@@ -146,12 +144,7 @@ def train(output: Path, data: Path, size: Size, compression: int, form: Form, lr
         form.key: lr, "ranks.early_steps": size.early, "ranks.late_steps": size.late, "ranks.target_compression": compression,
     }  # fmt: skip
     overrides = [f"{key}={value}" for key, value in settings.items()] + list(form.overrides)
-    done = subprocess.run(
-        [sys.executable, "-m", "comera_rec.train", "--config", str(CONFIG), *overrides],
-        cwd=FOLDER.parent, capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"training failed:\n{done.stderr}")
+    comera("train", "--config", CONFIG, *overrides)
     result: dict[str, Any] = json.loads((output / "result.json").read_text())
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     names = ("ne", "auc", "logloss", "params", "bytes", "dense_bytes", "step_ms", "first_step_ms", "peak_mib")

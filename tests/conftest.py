@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # commands that tests start share cores
     os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)  # tensors are small: more threads would only wait for each other
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products on a GPU need it
+# The fork server imports once what tests need in other processes; forking from it takes milliseconds.
+multiprocessing.set_forkserver_preload(
+    ["torch._dynamo", "comera_rec.training.trainer", "comera_rec.report.page", "comera_rec.cli.data", "pandas", "pytest"]
+)
 settings.register_profile("comera", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("comera")
 
@@ -84,6 +90,14 @@ def _unsynced_files() -> Iterator[None]:
     """Leave files to the system's cache, which outlives killed processes: waiting for disks takes longer than many tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_fork_server() -> Iterator[None]:
+    """Keep what the fork server imports: programs that need less of it would make all later processes slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "set_forkserver_preload", lambda modules: None)
         yield
 
 

@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-# The fork server imports once what every process needs; forking from it takes milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "comera_rec.training.trainer"])
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -5,6 +5,7 @@ With little data, these imports would take most of a command's time.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -49,9 +50,14 @@ def comera_on_path(folder: Path) -> Iterator[dict[str, str]]:
         server.shutdown(socket.SHUT_RDWR)
 
 
-def run_commands(page: Path, folder: Path, bin_folder: Path, port: int = 8000) -> str:
-    """Run the blocks of shell commands of a page in a folder, with its port replaced, and return what they print."""
-    script = "set -e\n" + "".join(re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+def run_commands(page: Path, folder: Path, bin_folder: Path, port: int = 8000, without: str = "") -> str:
+    """Run the blocks of shell commands of a page in a folder, with its port replaced, and return what they print.
+
+    `without` is a command of the page that has been run already.
+    """
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert without + "\n" in ["\n", *blocks]
+    script = "set -e\n" + "".join(block for block in blocks if block != without + "\n")
     with comera_on_path(bin_folder) as environment:
         done = subprocess.run(
             ["sh", "-c", script.replace("8000", str(port))],
@@ -100,5 +106,6 @@ class _Files:
 def _work(arguments: list[str], folder: str, files: Any) -> None:
     for number, file in enumerate(files):
         os.dup2(file.detach(), number)
+    gc.freeze()  # exempt what the server imported from garbage collection
     os.chdir(folder)
     main(arguments)

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -39,6 +40,19 @@ def available_cores() -> int:
 def results_path(name: str, device: str) -> Path:
     """The committed results file of a benchmark on this kind of machine."""
     return FOLDER / "results" / machine_kind(device) / f"{name}.jsonl"
+
+
+def comera(*words: object) -> str:
+    """Run a command of `comera` in a process of its own; return the last line that it prints.
+
+    Raises:
+        RuntimeError: if it fails, with what it says.
+    """
+    command = [sys.executable, "-m", "comera_rec", *map(str, words)]
+    done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command}:\n{done.stderr}")
+    return done.stdout.splitlines()[-1]
 
 
 def describe(device: str) -> dict[str, Any]:

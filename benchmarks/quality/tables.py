@@ -181,21 +181,28 @@ class QuotientRemainder(Table):
         return F.embedding(ids // self.base, self.quotients) * F.embedding(ids % self.base, self.remainders)
 
 
-class LowRank(Table):
-    """[M, k] times [k, N]."""
+class Product(Table):
+    """[M, k] times [k, N], with standard deviations of the entries of both."""
+
+    def __init__(self, rows: int, rank: int, dim: int, left: float, right: float) -> None:
+        super().__init__()
+        self.left = nn.Parameter(left * torch.randn(rows, rank))
+        self.right = nn.Parameter(right * torch.randn(rank, dim))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.left) @ self.right
+
+
+class LowRank(Product):
+    """A matrix of low rank."""
 
     @classmethod
     def least(cls, rows: int, dim: int) -> int:
         return rows + dim
 
     def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
-        super().__init__()
         rank = budget // (len(counts) + dim)
-        self.left = nn.Parameter((std / rank**0.5) ** 0.5 * torch.randn(len(counts), rank))
-        self.right = nn.Parameter((std / rank**0.5) ** 0.5 * torch.randn(rank, dim))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.left) @ self.right
+        super().__init__(len(counts), rank, dim, *[(std / rank**0.5) ** 0.5] * 2)
 
 
 class MixedDimension(Table):
@@ -224,7 +231,7 @@ class MixedDimension(Table):
     def _block(self, rows: int, width: int, std: float) -> nn.Module:
         if width == 0:
             return nn.Identity()
-        return Dense(rows, self.dim, std) if width == self.dim else _Projected(rows, width, self.dim, std)
+        return Dense(rows, self.dim, std) if width == self.dim else Product(rows, width, self.dim, std, width**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
         out_BN = self.rest.expand(len(ids), -1)
@@ -284,13 +291,3 @@ def fit_(table: Table, rows: Tensor, counts: Tensor, steps: int = 400) -> None:
         optimizer.zero_grad()
         (weights * (table(ids) - rows).square()).sum().backward()
         optimizer.step()
-
-
-class _Projected(nn.Module):
-    def __init__(self, rows: int, width: int, dim: int, std: float) -> None:
-        super().__init__()
-        self.left = nn.Parameter(std * torch.randn(rows, width))
-        self.right = nn.Parameter(width**-0.5 * torch.randn(width, dim))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.left) @ self.right

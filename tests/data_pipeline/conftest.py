@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import multiprocessing
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from random_logs import ROWS, Rows, make, to_text
-
-# Processes then start in milliseconds, so that kills hit runs and not imports.
-multiprocessing.get_context("forkserver").set_forkserver_preload(["data_pipeline.preprocess", "pandas", "pytest"])
 
 
 @pytest.fixture

@@ -214,8 +214,11 @@ THREE_ROWS = KeyedJaggedTensor(["user"], torch.arange(3), lengths=torch.ones(3, 
 def test_mistakes_are_one_line_and_leave_nothing(
     body: Callable, sample: Any, options: dict[str, str], message: str, tmp_path: Path
 ) -> None:
+    if body is random:
+        pytest.importorskip("onnxruntime")
+    output = tmp_path / ("model.onnx" if body is random else "model.pt2")  # which would be compiled first
     with pytest.raises(ValueError) as raised:
-        cr.export(Broken(body), sample, tmp_path / "model.pt2", **options)
+        cr.export(Broken(body), sample, output, **options)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
     assert list(tmp_path.iterdir()) == []

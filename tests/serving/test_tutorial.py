@@ -20,7 +20,7 @@ from comera_rec.serving.server import ServeOptions, Server
 ROOT = Path(__file__).parents[2]
 
 
-def test_commands_run(trained: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_commands_run(trained: Path, model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     if not shutil.which("curl"):
         pytest.skip("curl is not installed")
     (tmp_path / "runs").mkdir()
@@ -30,10 +30,13 @@ def test_commands_run(trained: Path, tmp_path: Path, tmp_path_factory: pytest.Te
         "today.txt": trained.parent / "train.txt",
     }.items():
         (tmp_path / name).symlink_to(target)
+    (tmp_path / "model.pt2").write_bytes(model.read_bytes())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    printed = run_commands(ROOT / "docs" / "guides" / "serving.md", tmp_path, tmp_path_factory.mktemp("bin"), port=port)
+    export = "comera export --checkpoint runs/compressed --output model.pt2"  # as the fixture did
+    page, programs = ROOT / "docs" / "guides" / "serving.md", tmp_path_factory.mktemp("bin")
+    printed = run_commands(page, tmp_path, programs, port=port, without=export)
     assert len(pq.read_table(tmp_path / "scores.parquet")) == 4000
     answers = re.findall(r'\{"scores":.*?\}', printed)
     assert len(answers) == 1

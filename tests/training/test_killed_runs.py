@@ -7,6 +7,7 @@ Moments are drawn over start, steps, evaluations and checkpoints. A killed run i
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -39,6 +40,7 @@ def train(rank: int, world_size: int, store: Path, config_file: Path, overrides:
     """Run `comera train` in a process; the first process tells when it has started to train."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
+    gc.freeze()
     sys.stderr = store.with_suffix(f".{rank}").open("w")
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import CONTEXT
 from processes import run as run_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from comera_rec.distributed import WORLD
+from comera_rec.training import checkpoint
 from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import evaluate
@@ -21,7 +24,7 @@ from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.runs import load_run
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Trainer
-from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, lines, losses, tensors, weights
+from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, call, lines, losses, tensors, weights
 
 pytestmark = pytest.mark.distributed
 
@@ -186,16 +189,32 @@ def test_processes_stop_at_the_same_step_if_one_is_terminated(config_file: Path)
     assert steps == 12
 
 
+def launched(killed_at: int, *arguments: str) -> None:
+    """Run the command line. On the first attempt, process 0 is killed when a step's checkpoint is written but not yet renamed."""
+    checksum = checkpoint._checksum
+
+    def written(path: Path) -> int:
+        if f"step_{killed_at:08d}" in str(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return checksum(path)
+
+    torch.set_num_threads(1)
+    gc.freeze()
+    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("0", "0"):
+        checkpoint._checksum = written
+    assert call(*arguments) == 0
+
+
 def test_a_launched_run_whose_processes_are_killed_restarts_and_equals_an_unbroken_one(config_file: Path, tmp_path: Path) -> None:
-    """One dies while writing a checkpoint, and the launcher restarts both. Only process 0 prints."""
+    """One dies while writing a checkpoint, and torchrun's launcher restarts both. Only process 0 prints."""
     settings = [*RANKS, "training.checkpoint_every=4", "training.steps=14"]
     run_processes(2, train, config_file, [f"output={tmp_path / 'unbroken'}", *settings])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    program = [str(Path(__file__).with_name("killed_run.py")), "8"]
-    run = ["train", "--config", str(config_file), f"output={tmp_path / 'broken'}", *settings]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OMP_NUM_THREADS": "1"}
-    launched = subprocess.run([*launcher, *program, *run], capture_output=True, text=True, env=environment, timeout=500)
-    assert launched.returncode == 0, launched.stderr
-    assert "step 4 of 14" in launched.stderr, "it resumed from the checkpoint before the one that was being written"
-    assert launched.stdout.count("14 steps, test AUC") == 1
+    launch = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, start_method=CONTEXT.get_start_method(),
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", logs_specs=DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.ALL),
+    )  # fmt: skip
+    elastic_launch(launch, launched)(8, "train", "--config", str(config_file), f"output={tmp_path / 'broken'}", *settings)
+    printed = {name: "".join(path.read_text() for path in tmp_path.rglob(f"{name}.log")) for name in ("stdout", "stderr")}
+    assert "step 4 of 14" in printed["stderr"], "it resumed from the checkpoint before the one that was being written"
+    assert printed["stdout"].count("14 steps, test AUC") == 1
     assert_same_run(tmp_path / "broken", tmp_path / "unbroken")

@@ -14,10 +14,18 @@ import torch
 
 from comera_rec.convert import compression_report
 from comera_rec.nn import TTTable
+from comera_rec.report import charts
 from comera_rec.training.config import load_config
 from comera_rec.training.from_runs import compress_run
 from comera_rec.training.runs import load_run
 from tests.training.run_folders import RANKS, call, tensors
+
+
+@pytest.fixture(autouse=True)
+def _no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes longer than such small runs."""
+    monkeypatch.setattr(charts, "curves", lambda runs, best_auc: [])
+    monkeypatch.setattr(charts, "ranks_over_time", lambda run: "")
 
 
 @pytest.fixture(scope="module")
