@@ -31,7 +31,7 @@ BENCHMARKS = {
     "drift": ("drift:run", "frequencies that drift: hot rows as they are, reranked, ordered right from the start"),
     "days": ("days:run", "daily retraining: continued, anew on all days, the first day only"),
     "serve": ("serve:run", "requests: packages of a TT model and TorchRec's quantized dense one"),
-    "serve-http": ("serve_http:run", "one-row requests over HTTP: comera serve, Starlette under uvicorn, a bare echo"),
+    "serve-http": ("serve_http:run", "one-row requests over HTTP: comera serve, Starlette, an echo, all under uvicorn"),
     "quality": ("quality.runs:run", "predictions of models whose tables take equal bytes; resumes"),
     "gpu-static": ("gpu.static:run", "the lookup's kernels, compiled for GPUs: registers, shared memory, instructions"),
 }

@@ -165,8 +165,8 @@ def serve_http() -> str:
     rows = committed(EPYC_AVX512, "serve-http")
     names = {
         "comera serve": "`comera serve`",
-        "uvicorn, Starlette": "the same model under uvicorn and Starlette",
-        "echo": "a bare echo",
+        "uvicorn, Starlette": "the same model by a handler of Starlette",
+        "echo": "an echo",
     }
     lines = [
         [title, f"{row.counted['requests_per_s']:,.0f}", f"{row.p50:.1f} ms", f"{row.counted['p99']:.1f} ms"]
