@@ -379,8 +379,12 @@ void for_slots(const Tensor& few, const Tensor& all, const std::vector<int64_t>&
   const int64_t width = few.size(1) / features, row = all.size(1);
   for (int64_t slot : slots) require(slot >= 0 && slot < row / width, "slots hold ", slot, ", but there are ", row / width);
   float *few_at = static_cast<float*>(few.data_ptr()), *all_at = static_cast<float*>(all.data_ptr());
-  for (int64_t sample = 0; sample < few.size(0); ++sample, all_at += row)
-    for (int64_t slot : slots) run(few_at, all_at + slot * width, size_t(4 * width)), few_at += width;
+  const int64_t samples = few.size(0), of_task = std::max<int64_t>(1, 2048 / features);
+  run_tasks((samples + of_task - 1) / of_task, [&](int64_t task, int64_t) {
+    for (int64_t sample = task * of_task; sample < std::min(samples, (task + 1) * of_task); ++sample)
+      for (int64_t f = 0; f < features; ++f)
+        run(few_at + (sample * features + f) * width, all_at + sample * row + slots[f] * width, size_t(4 * width));
+  });
 }
 
 void write_slots(Tensor all, Tensor few, std::vector<int64_t> slots) {
