@@ -23,7 +23,7 @@ from data_pipeline.errors import UserError
 TORCHREC = ("torchrec", "fbgemm_gpu")
 NEEDS = {"tests": ("hypothesis", "pytest", "pytest_timeout", "xdist"), "gpu-dlrm": TORCHREC}
 TEST_FILES = ("tests/ops/test_bags_triton.py", "tests/nn/test_embedding_bag_gpu.py")
-TORCHREC_TEST_FILES = ("tests/training/test_capture.py", "tests/data/test_batches.py")
+TORCHREC_TEST_FILES = ("tests/recsys/test_collection_gpu.py", "tests/training/test_capture.py", "tests/data/test_batches.py")
 ONLY = {"linear": ["--only", "in=1024,out=1024"], "transformer": ["--only", "batch=64"]}
 BENCHMARKS = ("lookup", "linear", "transformer", "gpu-dlrm")
 

@@ -56,7 +56,7 @@ class Kernel:
         # where nothing that a kernel is compiled for differs, the one that it found is launched again, by addresses.
         addresses = [*map(Tensor.data_ptr, tensors)]
         types, devices = map(_DTYPE, tensors), map(Tensor.get_device, tensors)
-        key = (*types, *devices, *[address & 15 for address in addresses], max(numbers) > _LARGEST)
+        key = (*types, *devices, *[address & 15 for address in addresses], *[number > _LARGEST for number in numbers])
         compiled = self._compiled.get(key)
         if compiled is None:
             assert tuple(operands) == self.operands, f"{self.function.__name__} takes {self.operands} in this order"

@@ -69,9 +69,14 @@ def check_all_ids(features: KeyedJaggedTensor, limits: Mapping[str, int]) -> Non
     """Check on the device that ids are below their feature's limit, if it has one: the next call that waits for the device fails.
 
     Features have one batch size. How many ids each has is known to the device alone. Ids in no bag may be anything.
+
+    Raises:
+        ValueError: for ids of another type.
     """
     ids, keys = features.values(), features.keys()
-    if not len(ids):
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise UserError(f"ids are {ids.dtype}: give int32 or int64")
+    if not len(ids) or not features.stride():
         return
     # A feature without a limit, and ids in no bag, may have any.
     lowest = on_device([[0 if key in limits else _ANY.min for key in keys] + [_ANY.min]], ids.device)[0]

@@ -308,7 +308,11 @@ class ServingModel:
                 ) from error
 
     def update(self, path: str | Path) -> None:
-        """Replace the weights by those of MODEL.weights, between two calls of any threads.
+        """Replace the weights by those of MODEL.weights, between two calls of any threads; errors as `read_weights`."""
+        self.take(*self.read_weights(path))
+
+    def read_weights(self, path: str | Path) -> tuple[dict[str, Tensor], ModelMetadata]:
+        """Return what `take` takes, of MODEL.weights.
 
         Raises:
             ValueError: as `read_metadata`; if the file is damaged, or is for another package.
@@ -320,7 +324,7 @@ class ServingModel:
                 raise UserError(f"{path} is not for {self.path}: export the weights again beside it")
             with zipfile.ZipFile(file) as archive:
                 content = next(archive.read(name) for name in archive.namelist() if name.endswith(WEIGHTS))
-        self.take(torch.load(io.BytesIO(content), weights_only=True), metadata)
+        return torch.load(io.BytesIO(content), weights_only=True), metadata
 
     def take(self, weights: dict[str, Tensor], metadata: ModelMetadata) -> None:
         """Replace all weights."""

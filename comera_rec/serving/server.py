@@ -4,7 +4,7 @@
     POST /v2/models/NAME/infer      {"inputs": [{"name": "dense", "shape": [1, 13], "datatype": "FP32", "data": [...]}, ...]}
     POST /score                     {"rows": [{"I1": 3, "C1": "2dbcbc4c", ...}, ...]}
 
-A mistake of the client is a 4xx with one line, {"error": "..."}.
+A mistake of the client is a 4xx with one line, {"error": "..."}; uvicorn answers what isn't HTTP.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ Headers = Mapping[str, str]  # with names in lower case
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2)
+_READ_LIMITS = 4  # what is read of a body that is too long, in multiples of the limit
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 
 
@@ -56,9 +57,9 @@ Post = Callable[[Headers, bytes], Awaitable[_Response]]
 class _Refused(Exception):
     """A request that is answered with a status of its own."""
 
-    def __init__(self, status: int, reason: str) -> None:
+    def __init__(self, status: int, reason: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(reason)
-        self.status = status
+        self.status, self.headers = status, headers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +158,7 @@ class Server:
     async def _read(self, receive: Receive) -> bytes | None:
         """Return the body of a request, or None if the client has gone.
 
-        A body that is too long is read to its end, as few clients read an answer while they send, but not kept.
+        A body that is too long is not kept, but read further, as few clients read an answer while they send.
         """
         parts, size, more_body = list[bytes](), 0, True
         while more_body:
@@ -167,8 +168,12 @@ class Server:
             size, more_body = size + len(message["body"]), message["more_body"]
             if size <= self.options.max_body:
                 parts.append(message["body"])
+            else:
+                parts.clear()
+                more_body = more_body and size <= _READ_LIMITS * self.options.max_body
         if size > self.options.max_body:
-            raise _Refused(413, f"the body has more than {self.options.max_body} bytes: send fewer rows at a time")
+            reason = f"the body has more than {self.options.max_body} bytes: send fewer rows at a time"
+            raise _Refused(413, reason, {"Connection": "close"} if message["more_body"] else None)
         return b"".join(parts)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
@@ -186,7 +191,7 @@ class Server:
         if isinstance(error, ValueError):
             return _error(400, error)
         if isinstance(error, _Refused):
-            return _error(error.status, error)
+            return _error(error.status, error, error.headers)
         if isinstance(error, Overloaded):
             reason = f"more than {self.options.max_queue} rows wait: try again, or start more servers"
             return _error(503, reason, {"Retry-After": "1"})
@@ -282,6 +287,10 @@ def serve(options: ServeOptions, tell: Callable[[str], None] = lambda line: None
         if version.encoder is None:
             tell(f"/score is unavailable without vocabularies: {version.reason}")
         tell(f"serving {server.file.name}, version {version.number}, on http://{f'[{host}]' if ':' in host else host}:{port}")
-        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has stopped
-            signal.signal(number, server.http.handle_exit)
-        uvloop.run(server.run(sock))
+        # uvicorn raises signals again once it has stopped.
+        before = {number: signal.signal(number, server.http.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            uvloop.run(server.run(sock))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -72,15 +72,12 @@ class ModelFile:
         version = Version(number=_number(self.path), model=model, encoder=encoder, reason=reason)
         if self.weights.exists():
             try:
-                self._update(version)
+                number = _number(self.weights)
+                model.update(self.weights)
+                version.number = number
             except ValueError as error:  # weights of the former package
                 log.warning("%s", error)
         return version
-
-    def _update(self, version: Version) -> None:
-        number = _number(self.weights)
-        version.model.update(self.weights)
-        version.number = number
 
     async def watch(self, seconds: float) -> None:
         """Check the files every `seconds` until canceled; load a new one, then switch to it.
@@ -98,7 +95,10 @@ class ModelFile:
                 if is_package:
                     self.current = await asyncio.to_thread(self._load)
                 else:
-                    await asyncio.to_thread(self._update, self.current)
+                    number = await asyncio.to_thread(_number, self.weights)
+                    weights_read = await asyncio.to_thread(self.current.model.read_weights, self.weights)
+                    self.current.model.take(*weights_read)  # in this thread, so that no call sees one without the other
+                    self.current.number = number
             except Exception as error:  # whatever a broken file causes: the next one may be good
                 log.error("%s stays at version %s: %s", self.name, self.current.number, " ".join(str(error).split()))
                 self._observe("refused")

@@ -83,10 +83,18 @@ class CapturedUpdate:
             learning rates follow a schedule, make them tensors, which a graph reads in every step; Adagrad and FBGEMM's tables
             can't read tensors there. Steps that Adagrad counts, which its rule doesn't need, stand still during replays.
         recorder: what captures and replays.
+        on_failure: called with the error if a capture fails, after which all updates run eagerly; None raises it.
     """
 
-    def __init__(self, update: Callable[[Batch], Tensor], optimizers: Sequence[Optimizer], recorder: CudaRecorder) -> None:
-        self._update, self._optimizers, self._recorder = update, optimizers, recorder
+    def __init__(
+        self,
+        update: Callable[[Batch], Tensor],
+        optimizers: Sequence[Optimizer],
+        recorder: CudaRecorder,
+        on_failure: Callable[[RuntimeError], None] | None = None,
+    ) -> None:
+        self._update, self._optimizers, self._recorder, self._on_failure = update, optimizers, recorder, on_failure
+        self._captures = True
         self.reset()
 
     def reset(self) -> None:
@@ -104,11 +112,18 @@ class CapturedUpdate:
             self._last_layout = layout
         if self._batch is None:
             self._repeats += 1
-            if self._repeats <= WARMUP:
+            if self._repeats <= WARMUP or not self._captures:
                 return self._recorder.run(lambda: self._update(batch))
             self._batch = batch
-            with _capturable(self._optimizers):
-                self._loss = self._recorder.capture(lambda: self._update(batch))
+            try:
+                with _capturable(self._optimizers):
+                    self._loss = self._recorder.capture(lambda: self._update(batch))
+            except RuntimeError as error:
+                if self._on_failure is None:
+                    raise
+                self._on_failure(error)
+                self._captures, self._batch = False, None
+                return self._recorder.run(lambda: self._update(batch))
         else:
             for tensor, value in zip(_tensors(self._batch), _tensors(batch), strict=True):
                 tensor.copy_(value, non_blocking=True)

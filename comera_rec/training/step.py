@@ -15,6 +15,7 @@ from comera_rec.rank import RankScheduler
 from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.capture import CapturedUpdate, CudaRecorder, why_not_captured
 from comera_rec.training.config import OptimizerConfig, RunConfig
+from comera_rec.training.log import tell
 from comera_rec.training.state import TrainingState
 from data_pipeline.errors import UserError
 
@@ -46,7 +47,8 @@ class TrainingStep:
         if device.type == "cuda" and self._is_captured(config.training.capture):
             for group in state.optimizer.param_groups if self._rates_vary else ():  # a graph reads tensors in every step
                 group["lr"] = torch.tensor(group["lr"], device=device)
-            self.update = CapturedUpdate(self._update, state.optimizers, CudaRecorder(device))
+            on_failure = None if config.training.capture is True else _say_why_not_captured
+            self.update = CapturedUpdate(self._update, state.optimizers, CudaRecorder(device), on_failure)
 
     def _is_captured(self, capture: bool | Literal["auto"]) -> bool:
         reason = why_not_captured(self._state.optimizer, self._rates_vary) if capture else None
@@ -96,6 +98,10 @@ class TrainingStep:
             rewrap_data_parallel_(self._state.model)
         if isinstance(self.update, CapturedUpdate):
             self.update.reset()
+
+
+def _say_why_not_captured(error: RuntimeError) -> None:
+    tell(f"steps run eagerly, as they can't be captured in a CUDA graph: {str(error).splitlines()[0]}")
 
 
 def rate_factor(schedule: OptimizerConfig, number: int, total_steps: int) -> float:

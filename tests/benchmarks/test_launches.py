@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton (Linux)")
 
 from benchmarks.gpu.launches import Step, count_step
-from comera_rec.ops.plan import reference
+from comera_rec.ops.plan import pairs, reference
 from comera_rec.tt import TTShape
 
 ROWS = {2: (40, 50), 3: (12, 10, 12), 4: (6, 6, 6, 6)}
@@ -53,6 +55,22 @@ def test_a_truncation_recompiles_at_most_one_kernel() -> None:
         assert len(variants - before) <= 1, f"at rank {rank}"
         before |= variants
     assert not {launch.kernel.variant for launch in step(2, 1).launches} - before
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (4,), (3, 5)], ids=str)
+def test_a_capture_copies_no_starts_of_tables_from_the_host(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing, device = [False], torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(pairs.torch, "arange", lambda count, device: torch.ones(count).cumsum(0) - 1)
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *_, **__: tensor)
+    try:
+        expected = pairs._starts(lengths, device).tolist()
+        capturing[0] = True
+        monkeypatch.setattr(pairs.torch, "tensor", lambda *_, **__: pytest.fail("copied from the host during a capture"))
+        assert pairs._starts(lengths, device).tolist() == expected == [0, *itertools.accumulate(lengths)]
+    finally:
+        pairs._kept_starts.cache_clear()
+        reference._CAPTURED.clear()
 
 
 def test_constants_of_captured_graphs_stay_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,14 @@ def test_updates_in_backward_return_with_their_settings() -> None:
     assert grads == [False, True, False]
 
 
+def test_a_setting_that_becomes_impossible_before_backward_is_refused() -> None:
+    training = Training("update_in_backward_")
+    out = training.model(KeyedJaggedTensor(["a", "b"], torch.arange(24), lengths=torch.ones(24).int())).values().sum()
+    training.optimizers[0].param_groups[0]["maximize"] = True
+    with pytest.raises(ValueError, match="have changed since forward: change them between steps"):
+        out.backward()
+
+
 def test_a_lookup_by_fake_tensors_leaves_nothing_behind() -> None:
     bag = Training("update_in_backward_").model.tt_bag("a")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

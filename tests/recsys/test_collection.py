@@ -212,6 +212,8 @@ def test_ids_of_all_features_are_checked_by_one_comparison(bad: tuple[str, int] 
     features = KeyedJaggedTensor(keys=list("abc"), values=values, lengths=torch.tensor([0, 2, 1, 0, 3, 0], dtype=torch.int32))
     with nullcontext() if bad is None else pytest.raises(RuntimeError, match="nonzero"):
         check_all_ids(features, {"a": 5, "c": 7})
+    with pytest.raises(ValueError, match=r"ids are torch.float32: give int32 or int64"):
+        check_all_ids(KeyedJaggedTensor(keys=["a"], values=torch.zeros(1), lengths=torch.ones(1).int()), {})
 
 
 @pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])

@@ -205,6 +205,18 @@ def test_a_body_that_is_too_long_is_answered_after_it_was_sent(model: Path, data
         connection.close()
 
 
+def test_a_body_without_an_end_is_answered(model: Path, data: Path) -> None:
+    with (
+        listening(Server(ServeOptions(model=model, data=data, max_body=100_000))) as address,
+        socket.create_connection(address, timeout=60) as client,
+        contextlib.suppress(OSError),
+    ):
+        client.sendall(b"POST /score HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(2000):
+            client.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+        pytest.fail("the server reads on")
+
+
 def test_a_server_that_stops_answers_what_it_reads(
     model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,21 @@ def test_a_rate_of_another_optimizer_that_changes(device: str) -> None:
     assert training.calls.count("capture") == 2
 
 
+def test_a_capture_that_fails_leaves_steps_eager_if_it_may() -> None:
+    def fail(_: Callable[[], Tensor]) -> Tensor:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    expected, training, errors = Training("cpu", capture=False), Training("cpu", capture=False), list[RuntimeError]()
+    recorder: Any = StandIn(training._frozen)
+    recorder.capture = fail
+    training.update = CapturedUpdate(training._update, [training.optimizer], recorder, errors.append)
+    torch.testing.assert_close(training.run(range(8)), expected.run(range(8)))
+    assert [str(error) for error in errors] == ["operation not permitted when stream is capturing"]
+    training.update = CapturedUpdate(training._update, [training.optimizer], recorder)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        training.run(range(8))
+
+
 CHANGING: list[dict[str, Any]] = [{"lr_decay": 0.1}, {"lr": torch.tensor(0.1)}]
 
 

@@ -245,9 +245,8 @@ class _UpdatingPool(torch.autograd.Function):
         *plan, offsets, weights, targets = ctx.saved_tensors[:6]
         saved, updates = list(ctx.saved_tensors[6:]), ctx.updates
         call, grad = KernelCalls(ctx.tables, plan, offsets, weights, *ctx.settings), grad.contiguous()
-        rules = updates.gpu_rules() if updates.are_possible() else None
-        if rules is None:
-            raise UserError("the settings of the optimizers in backward have changed since forward: change them between steps")
+        updates.require_possible()
+        rules = updates.gpu_rules()
         kind, (of_cores, of_diagonals) = updates.kind, updates.begin_gpu_step()
         weight_gradients: Tensor | None = None
         diagonal_gradients: list[Tensor] = []

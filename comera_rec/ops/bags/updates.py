@@ -141,6 +141,11 @@ class Updates:
             self._are_possible = all(kind_of(*optimizer) is self.kind for optimizer in self._optimizers)
         return self._are_possible
 
+    def require_possible(self) -> None:
+        """Raise ValueError unless a step that began with a lookup can be taken."""
+        if not self.are_possible():
+            raise UserError("the settings of the optimizers in backward have changed since forward: change them between steps")
+
     def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float], int]:
         """Count a step; return first states, second states, the kind, settings, each of cores and then of diagonals, and a seed."""
         counts, states = self._count_and_states()
@@ -151,7 +156,7 @@ class Updates:
 
     def _numbers_after(self, counts: Tensor | None) -> list[float]:
         """Return the settings of all parameters as the operator takes them, after so many steps."""
-        self.are_possible()
+        self.require_possible()
         if self._numbers is not None:
             return self._numbers
         groups = self._groups()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from comera_rec.ops.launch import ceil_div
-from comera_rec.ops.plan.reference import first_keys, on_device
+from comera_rec.ops.plan.reference import first_keys, kept, on_device
 from data_pipeline.errors import UserError
 
 MOST_IDS = 1 << 29
@@ -89,10 +89,17 @@ def plan_pairs_of_bags(
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
     """Return the number of the first id of each table, and of all ids."""
-    starts = first_keys(lengths)
-    if device.type == "cuda" and len(set(lengths)) > 1 and not _is_transformed() and not torch.cuda.is_current_stream_capturing():
-        return torch.tensor(starts).to(device, non_blocking=True)  # seldom the same again
-    return on_device([starts], device)[0]
+    starts = tuple(first_keys(lengths))
+    if device.type != "cuda" or _is_transformed():
+        return torch.tensor(starts, device=device)
+    if len(set(lengths)) == 1:
+        return torch.arange(len(starts), device=device) * lengths[0]
+    return kept(_kept_starts(starts, device))
+
+
+@lru_cache(maxsize=64)  # a graph's capture finds those of the steps before it
+def _kept_starts(starts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(starts).to(device, non_blocking=True)
 
 
 def _is_transformed() -> bool:
