@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, KeyedTensor, PoolingType
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, pooling_type_to_str
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -25,7 +25,7 @@ from comera_rec.ops.bags.kept import UntilChanged
 from comera_rec.ops.bags.updates import update_kinds
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.ops.plan.pairs import plan_pairs_of_bags
-from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
+from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig, require_valid
 from comera_rec.recsys.keyed import (
     Batch,
     check_all_ids,
@@ -37,7 +37,6 @@ from comera_rec.recsys.keyed import (
     take_weights,
     values_by_feature,
 )
-from data_pipeline.errors import UserError
 
 
 class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
@@ -79,7 +78,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     ) -> None:
         super().__init__()
         configs = [t if isinstance(t, TTEmbeddingBagConfig) else TTEmbeddingBagConfig.from_dense(t, None) for t in tables]
-        _require_valid(configs)
+        require_valid(configs)
         for config in configs:
             config.feature_names = config.feature_names or [config.name]
         self.update_in_backward = True
@@ -414,21 +413,6 @@ class _Lookup:
 def _version(values: Tensor) -> int | None:
     """Return a number that changes with the values."""
     return None if values.is_inference() else values._version
-
-
-def _require_valid(configs: Sequence[TTEmbeddingBagConfig]) -> None:
-    """Raise ValueError unless tables have different, valid names, and poolings and data types that are supported."""
-    seen = set()
-    for config in configs:
-        if config.name in seen:
-            raise UserError(f"two tables are named {config.name!r}: give each table a different name")
-        seen.add(config.name)
-        if not config.name or "." in config.name or hasattr(nn.ModuleDict(), config.name):
-            raise UserError(f"table name {config.name!r} can't name a submodule of an nn.ModuleDict: choose another, without dots")
-        if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
-            raise UserError(f"table {config.name!r} has pooling {config.pooling}: choose SUM or MEAN")
-        if config.is_tt and config.data_type not in DTYPES:
-            raise UserError(f"table {config.name!r} has data type {config.data_type}: a TT table takes FP32, FP16 or BF16")
 
 
 def _tt_bag(config: TTEmbeddingBagConfig, device: torch.device) -> TTEmbeddingBag:

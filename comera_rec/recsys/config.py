@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+from torchrec import PoolingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, EmbeddingConfig
 
 from comera_rec.nn.hot_rows import require_blocks
@@ -143,3 +145,18 @@ class TTEmbeddingConfig(_TTFields, EmbeddingConfig):
 
 def _fields(config: BaseEmbeddingConfig, kind: type[Any]) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(kind)}
+
+
+def require_valid(configs: Sequence[TTEmbeddingBagConfig]) -> None:
+    """Raise ValueError unless tables have different, valid names, and poolings and data types that are supported."""
+    seen = set()
+    for config in configs:
+        if config.name in seen:
+            raise UserError(f"two tables are named {config.name!r}: give each table a different name")
+        seen.add(config.name)
+        if not config.name or "." in config.name or hasattr(nn.ModuleDict(), config.name):
+            raise UserError(f"table name {config.name!r} can't name a submodule of an nn.ModuleDict: choose another, without dots")
+        if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+            raise UserError(f"table {config.name!r} has pooling {config.pooling}: choose SUM or MEAN")
+        if config.is_tt and config.data_type not in DTYPES:
+            raise UserError(f"table {config.name!r} has data type {config.data_type}: a TT table takes FP32, FP16 or BF16")
