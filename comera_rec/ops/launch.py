@@ -57,6 +57,8 @@ class Kernel:
         addresses = [*map(Tensor.data_ptr, tensors)]
         types, devices = map(_DTYPE, tensors), map(Tensor.get_device, tensors)
         key = (*types, *devices, *[address & 15 for address in addresses], *[number > _LARGEST for number in numbers])
+        if torch.version.hip:  # for AMD's GPUs, Triton also compiles for tensors below 2 GiB
+            key += tuple(tensor.untyped_storage().nbytes() > _LARGEST for tensor in tensors)
         compiled = self._compiled.get(key)
         if compiled is None:
             assert tuple(operands) == self.operands, f"{self.function.__name__} takes {self.operands} in this order"

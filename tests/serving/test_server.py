@@ -265,6 +265,7 @@ def test_a_client_that_leaves_is_not_answered(
     with served(ServeOptions(model=model, data=data)) as client:
         with socket.create_connection((client.base_url.host, client.base_url.port)) as half:
             half.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
+        time.sleep(0.2)  # in which the server sees it leave
         assert 'route="/score"' not in client.get("/metrics").text
     assert not caplog.records
     assert "Traceback" not in capsys.readouterr().err
