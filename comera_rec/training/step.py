@@ -101,7 +101,8 @@ class TrainingStep:
 
 
 def _say_why_not_captured(error: RuntimeError) -> None:
-    tell(f"steps run eagerly, as they can't be captured in a CUDA graph: {str(error).splitlines()[0]}")
+    first_line = str(error).partition("\n")[0]
+    tell(f"steps run eagerly, as they can't be captured in a CUDA graph: {first_line}")
 
 
 def rate_factor(schedule: OptimizerConfig, number: int, total_steps: int) -> float:
