@@ -130,8 +130,7 @@ def _compile(launch: Launch, target: GPUTarget):  # type: ignore[no-untyped-def]
         constexprs={(len(types) + k,): value for k, value in enumerate(kernel.constants.values())},
         attrs={(k,): [["tt.divisibility", 16]] for k in range(kernel.num_tensors)},  # as torch allocates
     )
-    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, **kernel.OPTIONS}
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=target, options={"num_warps": kernel.num_warps, **kernel.OPTIONS})
 
 
 def _run(tool: str, cubin: bytes, option: str) -> str:

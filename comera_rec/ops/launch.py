@@ -19,15 +19,17 @@ class Kernel:
     Args:
         function: under `triton.jit`. Its parameters are tensors, named *_ptr, then numbers, on none of which it specializes, then
             constants.
-        num_warps, num_stages: as in Triton.
+        num_warps: as in Triton.
         constants: in any order.
     """
 
-    OPTIONS: ClassVar[Mapping[str, object]] = {"enable_fp_fusion": True, "debug": True, "sanitize_overflow": False}
+    OPTIONS: ClassVar[Mapping[str, object]] = {
+        "num_stages": 1, "enable_fp_fusion": True, "debug": True, "sanitize_overflow": False,
+    }  # fmt: skip
     """Fusing is explicit, because Triton 3.9 warns where its default is taken, and 3.10 changes it. Debugging keeps assertions."""
 
-    def __init__(self, function: Any, *, num_warps: int, num_stages: int = 1, **constants: Any) -> None:
-        self.function, self.num_warps, self.num_stages = function, num_warps, num_stages
+    def __init__(self, function: Any, *, num_warps: int, **constants: Any) -> None:
+        self.function, self.num_warps = function, num_warps
         names = function.arg_names
         self.operands = tuple(names[: len(names) - len(constants)])
         self.num_tensors = sum(name.endswith("_ptr") for name in self.operands)
@@ -62,8 +64,7 @@ class Kernel:
         compiled = self._compiled.get(key)
         if compiled is None:
             assert tuple(operands) == self.operands, f"{self.function.__name__} takes {self.operands} in this order"
-            how = {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.OPTIONS}
-            compiled = self.function[grid](**operands, **self.constants, **how)
+            compiled = self.function[grid](**operands, **self.constants, num_warps=self.num_warps, **self.OPTIONS)
             if compiled is not None:  # not in the interpreter
                 self._compiled[key] = compiled
         else:
@@ -72,7 +73,7 @@ class Kernel:
     @property
     def variant(self) -> tuple[object, ...]:
         """The key of the compiled kernel, together with the tensors' types."""
-        return self.function.__name__, tuple(self.constants.items()), self.num_warps, self.num_stages
+        return self.function.__name__, tuple(self.constants.items()), self.num_warps
 
 
 class Launch(NamedTuple):

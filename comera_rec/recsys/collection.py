@@ -27,7 +27,7 @@ from comera_rec.ops.launch import rank_bucket
 from comera_rec.ops.plan.pairs import plan_pairs_of_bags
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig, require_valid
 from comera_rec.recsys.keyed import (
-    Batch,
+    FeatureBatch,
     check_all_ids,
     in_order,
     joined,
@@ -125,7 +125,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             ValueError: naming the table, the id and the limit, if an id of a TT table is out of range (checked on CPU).
         """
         require_features(features, self._configs, is_pooled=self.is_pooled)
-        batch = Batch(features)
+        batch = FeatureBatch(features)
         plans = {lookup.tables: self._plan(lookup, batch, parallel=False) for lookup in self._lookups()}
         vars(features).setdefault(_PLANS, {})[self._what_plans_depend_on()] = (_version(features.values()), plans)
 
@@ -146,7 +146,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """
         features = maybe_td_to_kjt(features, None)
         require_features(features, self._configs, is_pooled=self.is_pooled)
-        batch, plans = Batch(features), self._plans_made_ahead(features)
+        batch, plans = FeatureBatch(features), self._plans_made_ahead(features)
         self._check_dense_ids(batch)
         if not self._configs:
             return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))
@@ -183,7 +183,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         Returns:
             For each feature of each table [B_f, N_f], where feature f has B_f bags: see `repeated`.
         """
-        batch, plans = Batch(features), self._plans_made_ahead(features)
+        batch, plans = FeatureBatch(features), self._plans_made_ahead(features)
         num_bags = dict(zip(features.keys(), features.stride_per_key(), strict=True))
         parts: dict[str, Tensor] = {}
         for lookup in self._lookups():
@@ -207,7 +207,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def _shared_bags(
         self,
         lookups: Sequence[_Lookup],
-        batch: Batch,
+        batch: FeatureBatch,
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
     ) -> Tensor:
         """Pool all features, [B, sum of N_f]: TT tables write their bags where they belong, dense ones are copied there."""
@@ -240,7 +240,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
         return [key for config in configs for key in self._names[config.name]]
 
-    def _check_dense_ids(self, batch: Batch) -> None:
+    def _check_dense_ids(self, batch: FeatureBatch) -> None:
         """Check the ids of dense tables: FBGEMM may return another table's row for a wrong id. Plans check those of TT tables."""
         if self.dense_bags is None or torch.compiler.is_compiling():
             return
@@ -276,7 +276,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         modules = [[self.tt_bag(config.name) for config in configs] for configs in groups.values()]
         return [_Lookup(*group, self._keys_of(group[0])) for group in zip(groups.values(), modules, strict=True)]
 
-    def _plan(self, lookup: _Lookup, batch: Batch, *, parallel: bool = True) -> LookupPlan | PairPlan:
+    def _plan(self, lookup: _Lookup, batch: FeatureBatch, *, parallel: bool = True) -> LookupPlan | PairPlan:
         features = batch.features
         if (
             lookup.takes_pairs
@@ -293,7 +293,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def _look_up(
         self,
         lookup: _Lookup,
-        batch: Batch,
+        batch: FeatureBatch,
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
         slots: Slots | None = None,
         *,

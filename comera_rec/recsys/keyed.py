@@ -41,7 +41,7 @@ def require_features(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddin
         )
 
 
-class Batch:
+class FeatureBatch:
     """A KeyedJaggedTensor whose ids are split by feature only if that is needed: on a GPU, it waits for the device."""
 
     def __init__(self, features: KeyedJaggedTensor) -> None:

@@ -66,9 +66,8 @@ class Training:
         else:
             self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=lr)
             update_in_backward_(self.model, self.optimizer)
-        self.other = torch.optim.SGD(
-            [torch.zeros(1, requires_grad=True)], lr=0.5
-        )  # as those of FBGEMM's tables, which read numbers
+        # As the optimizers of FBGEMM's tables, whose rates are numbers.
+        self.other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
         self.scheduler = RankScheduler(self.model, self.optimizer, ranks) if ranks else None
         self.update: Callable[[Batch], Tensor] = self._update
         self.calls: list[str] = []
