@@ -20,7 +20,7 @@ from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Rows
 
 # Small enough for loaders to shuffle row groups, large enough that the overhead of reading one is small.
-ROW_GROUP_ROWS = 1 << 16
+ROW_GROUP_ROWS = 1 << 15
 # Of encoded rows; Parquet's writer needs several times as much. Groups of long lists or a thousand columns have fewer rows.
 _ROW_GROUP_BYTES = 16 << 20
 # Dictionaries shrink columns of few values; for many values, Parquet builds and discards them, in half of the writing time.
@@ -123,7 +123,7 @@ class ShardWriter:
 
     def __init__(self, encoder: Encoder, path: Path) -> None:
         self._encoder, self._writer = encoder, encoder.writer(path)
-        self._waiting = encoder.columns.empty_table()
+        self._waiting = pa.Table.from_batches([], encoder.columns)  # `empty_table` would import pandas
         self.rows, self.weight = 0, 0.0
         self.positives = np.zeros(len(encoder.schema.labels), np.int64)
         self.zeros = np.zeros(len(encoder.id_sources), np.int64)

@@ -40,6 +40,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchrec import KeyedJaggedTensor
 
 from comera_rec.data.batch import Batch
+from data_pipeline.arrow import to_arrow
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import REMEDY, Manifest, check_shards, read_manifest
 from data_pipeline.sources import Source, join, open_ranges
@@ -233,7 +234,7 @@ class ParquetBatches(IterableDataset[Batch]):
             rows = _concatenated([self._read(span) for span in buffer])
             if self.shuffle:
                 # The buffer's first row, counted over all readers, distinguishes it from every other buffer of the epoch.
-                rows = rows.take(np.random.default_rng((self.seed, epoch, start)).permutation(size))
+                rows = rows.take(to_arrow(np.random.default_rng((self.seed, epoch, start)).permutation(size)))
             yield rows.slice(max(0, skip - (start - share[0])))
 
     def _buffers(self, order: np.ndarray, share: tuple[int, int]) -> Iterator[tuple[int, list[RowRange]]]:
@@ -265,7 +266,7 @@ class ParquetBatches(IterableDataset[Batch]):
             numbers = cells.flatten() if name in self._list_names else cells
             if cells.null_count or numbers.null_count:
                 raise UserError(f"{span.path}: column {name} has an empty cell in row group {span.row_group}; {REMEDY}")
-            numbers = numbers.to_numpy()
+            numbers = np.from_dlpack(numbers)
             if name in self._label_names and not np.isin(numbers, (0, 1)).all():
                 raise UserError(f"{span.path}: labels in row group {span.row_group} are not all 0 or 1; {REMEDY}")
             if name in self._weight_names and not (np.isfinite(numbers) & (numbers >= 0)).all():
@@ -282,9 +283,9 @@ class ParquetBatches(IterableDataset[Batch]):
         values = torch.from_numpy(_stacked(rows, self._single_names).T.astype(np.int64, order="C").ravel())
         length_per_key = [size] * singles
         if lists := [rows.column(name) for name in self._list_names]:
-            flat = [column.flatten().to_numpy() for column in lists]
+            flat = [np.from_dlpack(column.flatten()) for column in lists]
             values = torch.cat([values, torch.from_numpy(np.concatenate(flat, dtype=np.int64))])
-            lengths = torch.cat([lengths, *(torch.from_numpy(np.diff(column.offsets.to_numpy())) for column in lists)])
+            lengths = torch.cat([lengths, *(torch.from_numpy(np.diff(np.from_dlpack(column.offsets))) for column in lists)])
             offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
             length_per_key += map(len, flat)
         sparse = KeyedJaggedTensor(
