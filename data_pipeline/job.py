@@ -65,13 +65,10 @@ class Job:
         else:
             begin = 0
             if not part.start:
-                begin = part.content.find(b"\n") + 1 if self._has_header() else len(BOM) * part.content.startswith(BOM)
+                begin = part.content.find(b"\n") + 1 if self.schema.header else len(BOM) * part.content.startswith(BOM)
             blocks = text_blocks(part.content, self.schema, self._arrow_layout(part, begin), begin=begin)
         for parsed in blocks:
             yield truncate_lists(replace(parsed, starts=parsed.starts + part.start), self.schema)
-
-    def _has_header(self) -> bool:
-        return self.schema.header and self.schema.format != "jsonl"
 
     def _arrow_layout(self, part: Part, begin: int) -> Layout | None:
         """Return the layout of a text that Arrow must read; None if `data_pipeline.parse` can."""
@@ -82,7 +79,7 @@ class Job:
 
     def first_line(self, log: int) -> int:
         """Return the line number of a log's first row: 2 after a header line, else 1."""
-        return 2 if self._has_header() and parquet_names(self.options.inputs[log]) is None else 1
+        return 2 if self.schema.header and parquet_names(self.options.inputs[log]) is None else 1
 
     def rows_by_split(self, part: Part, parsed: Parsed, first_row: int) -> Mapping[str, Rows]:
         """Return each split's rows of a parsed block of a part, whose first row is number `first_row` of all."""

@@ -106,14 +106,14 @@ def _sample_part(encoder: Encoder, sampling: _Sampling, job: Job, part: Part, fi
     return (part.log, part.number), (np.concatenate(values), np.concatenate(lengths))
 
 
-def _head(vocabulary: Path, rows: int) -> float:
-    """Return the share of all occurrences that the most frequent twentieth of the values has."""
+def _head(vocabulary: Path, rows: int) -> float | None:
+    """Return the share of all occurrences that the most frequent twentieth of the values has; None without values."""
     most, head, total = -(-rows // 20), 0, 0
     for first, group in read_row_groups(vocabulary):
         counts = group.column("count").to_numpy()
         head += int(counts[: max(0, most - first)].sum())
         total += int(counts.sum())
-    return head / total
+    return head / total if total else None
 
 
 def _write_ordered(job: Job, column: CategoricalColumn, vectors: np.ndarray) -> CategoricalColumn:

@@ -84,6 +84,9 @@ class LogSchema:
     format: Format = "text"
     missing: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "header", self.header and self.format != "jsonl")
+
     def of_kind(self, *kinds: Kind) -> tuple[str, ...]:
         """Return the names of the columns of these kinds, in the order of a line."""
         return tuple(column.name for column in self.columns if column.kind in kinds)

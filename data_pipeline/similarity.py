@@ -22,6 +22,8 @@ _SAMPLE = 4096  # values that determine a direction
 
 def similarity_order(vectors: np.ndarray) -> np.ndarray:
     """Return values [M], given in the order of their frequencies with vectors [M, K + 1], in the order of their positions."""
+    if not len(vectors):
+        return np.empty(0, np.int64)
     vectors = np.column_stack([vectors[:, :-1][:, :_ORDERED_BY], vectors[:, -1]])
     bands = np.split(np.arange(len(vectors)), np.flatnonzero(np.diff(band_of(np.arange(len(vectors))))) + 1)
     return np.concatenate([band[_by_similarity(vectors[band])] for band in bands])

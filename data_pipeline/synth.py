@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv
 from tqdm import tqdm
 
-from data_pipeline.atomic import replacing
+from data_pipeline.atomic import check_output, replacing
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 from data_pipeline.errors import UserError
 from data_pipeline.planted import DECAY, PlantedModel, PlantedRows
@@ -132,9 +132,10 @@ def synth(options: SynthOptions) -> Truth:
     """Write a log and its truth file; both depend only on rows, seed, scale, decay and groups.
 
     Raises:
-        ValueError: the output exists.
+        ValueError: the output, or its truth file, exists.
         OSError: it cannot be written.
     """
+    check_output(truth_path(options.output), files=None, overwrite=options.overwrite)
     chosen: dict[str, Any] = {name: getattr(options, name) for name in ("seed", "scale", "decay", "groups")}
     model = PlantedModel(**chosen)
     uniform = np.random.default_rng([options.seed, 0])

@@ -45,7 +45,8 @@ def read_names(line: bytes, schema: LogSchema) -> tuple[str, ...]:
 
 def json_types(text: bytes, schema: LogSchema) -> pa.Schema:
     """Detect the types of JSON's columns in a log's first lines; later lines must have the same."""
-    seen: dict[str, list[Any]] = {column.source: [] for column in schema.columns if column.kind != "ignore"}
+    columns = [column for column in schema.columns if column.kind != "ignore"]
+    seen: dict[str, list[Any]] = {column.source: [] for column in columns}
     for line in text.removeprefix(BOM).splitlines():
         try:
             row = json.loads(line)
@@ -54,7 +55,7 @@ def json_types(text: bytes, schema: LogSchema) -> pa.Schema:
         for name, values in seen.items():
             if isinstance(row, dict) and row.get(name) is not None:
                 values.append(row[name])
-    kinds = {column.source: column for column in reversed(schema.columns)}
+    kinds = {column.source: column for column in reversed(columns)}
     return pa.schema([(name, _json_type(values, kinds[name])) for name, values in seen.items()])
 
 

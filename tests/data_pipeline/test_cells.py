@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,15 @@ JSON = LogSchema(
     format="jsonl",
 )
 FIRST = b'{"a": "x", "n": 1, "l": ["p"]}\n'
+
+
+def test_an_ignored_column_of_json_does_not_decide_its_type() -> None:
+    ignored = (Column(name="id", kind="ignore"), Column(name="user", kind="category", column="id"))
+    assert json_types(b'{"id": 1152921504606847000}', replace(JSON, columns=ignored)).field("id").type == pa.int64()
+
+
+def test_json_has_no_header() -> None:
+    assert not replace(JSON, header=True).header
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,17 @@ def test_a_single_column_stays_in_order_of_frequency(options: Callable[..., Prep
     assert any("a single categorical column" in line for line in told)
 
 
+def test_a_column_without_frequent_values(options: Callable[..., PreprocessOptions]) -> None:
+    rows = [[label, user, 1000 + row] for row, (label, user, _) in enumerate(grouped_rows(2000))]
+    rare = options(rows, "rare")
+    manifest = preprocess(rare)
+    verify(manifest, rare.output)
+    assert [(column.num_embeddings > 1, column.head is None) for column in manifest.categorical_columns] == [
+        (True, False),
+        (False, True),
+    ]
+
+
 @given(st.lists(st.lists(st.integers(0, 30), max_size=4), max_size=12), st.integers(0, 90))
 def test_any_values_get_an_order(rows: list[list[int]], more: int) -> None:
     values = np.array([value for row in rows for value in row], np.int32)

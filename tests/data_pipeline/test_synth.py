@@ -139,5 +139,9 @@ def test_existing_output(tmp_path: Path) -> None:
         synth(SynthOptions(rows=10, output=tmp_path))
     with pytest.raises(OSError, match=r"cannot write `output` .*: (Not a directory|File exists); choose a writable place"):
         synth(SynthOptions(rows=10, output=tmp_path / "log.txt" / "log.txt"))
+    (tmp_path / "other.truth.json").write_text("precious")
+    with pytest.raises(ValueError, match=r"other\.truth\.json already exists; add `overwrite`"):
+        synth(SynthOptions(rows=10, output=tmp_path / "other.csv"))
+    assert not (tmp_path / "other.csv").exists()
     synth(SynthOptions(rows=10, output=tmp_path / "log.txt", overwrite=True))
     assert len((tmp_path / "log.txt").read_bytes().splitlines()) == 10
