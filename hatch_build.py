@@ -29,7 +29,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     KERNELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     KERNELS["avx512"] = [*KERNELS["avx2"], "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq"]
 LIBRARY = Path("comera_rec/lib/libcomera_rec.so")
-PIPELINE_SOURCES = ("cells", "parse", "counts", "encode")
+PIPELINE_SOURCES = ("cells", "parse", "encode")
 PIPELINE_LIBRARY = Path("data_pipeline/lib/libdata_pipeline.so")
 COMMON_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 FLAGS = [

@@ -109,11 +109,9 @@ parse = _by_key_dtype("parse", Array, _pointer(Schema), _pointer(Columns))
 read_integers, read_labels, read_hex_digits, hash_texts = (
     _function(name, *[Array] * 4) for name in ("read_integers", "read_labels", "read_hex_digits", "hash_texts")
 )
-merge_runs = _by_key_dtype("merge_runs", *[Array] * 6)
 insert = _by_key_dtype("insert", Array, Array, _int, _int, _int)
 release_pages = _function("release_pages", Array)
 encode_keys = _by_key_dtype("encode_keys", Array, Matrix, Matrix, Matrix, Array)
-encode_integers = _function("encode_integers", Matrix, Matrix, Array, Array, Matrix)
 
 
 def return_freed_arrays() -> None:

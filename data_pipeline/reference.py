@@ -1,4 +1,4 @@
-"""Python definitions of what the loops of `csrc` compute: parsed lines and reasons to reject them, hashed ids, and logarithms.
+"""Python definitions of what the loops of `csrc` compute: parsed lines and reasons to reject them, and hashed ids.
 
 A well-formed line has one cell for each column: a label of 0, 1, false or true; 32-bit integers or empty; categories of 1 to 8 hex
 digits (upper or lower case) or empty; any text or none for hashed categories; lists of non-empty elements, or empty. Labels and
@@ -8,7 +8,6 @@ integers may have a fraction of zeros, as pandas writes them in columns with mis
 from __future__ import annotations
 
 import json
-import math
 import re
 
 from data_pipeline.schema import Column, LogSchema
@@ -99,11 +98,6 @@ def hash_text(text: bytes) -> int:
 def hashed_id(key: int, buckets: int) -> int:
     """Return an id in 1..buckets - 1 from splitmix64's next output for the state `key` (Steele, Lea, Flood, OOPSLA 2014)."""
     return 1 + ((_mix((key + 0x9E3779B97F4A7C15) % 2**64) >> 32) * (buckets - 1) >> 32)
-
-
-def logarithm(value: int, low: int) -> float:
-    """Encode an integer, where `low` is the training split's minimum."""
-    return math.log(max(value, low) - low + 2)
 
 
 def _mix(x: int) -> int:

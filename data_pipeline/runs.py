@@ -14,9 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline import native
 from data_pipeline.atomic import replacing
-from data_pipeline.native import Array
 
 Counted = tuple[np.ndarray, np.ndarray]  # ascending keys and their uint64 counts
 _COUNT = np.dtype(np.uint64)
@@ -99,19 +97,22 @@ class Counter:
 def _count(keys: np.ndarray) -> Counted:
     """Sort an array of keys in place, which `np.unique` would copy, and return the distinct ones and their counts."""
     keys.sort()
-    starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
+    starts = _starts(keys)
     return keys[starts], np.diff(starts, append=len(keys)).astype(_COUNT)
 
 
-def merge_two(left: Counted, right: Counted) -> Counted:
-    """Merge two runs, adding the counts of equal keys."""
-    if not len(left[0]) or not len(right[0]):
-        return right if len(right[0]) else left
-    dtype, size = left[0].dtype, len(left[0]) + len(right[0])
-    keys, counts = np.empty(size, dtype), np.empty(size, _COUNT)
-    arrays = [Array(array, array.dtype) for array in (*left, *right, keys, counts)]
-    entries = native.merge_runs[dtype](*arrays)
-    return keys[:entries], counts[:entries]
+def _joined(runs: Sequence[Counted]) -> Counted:
+    """Merge runs, adding the counts of equal keys."""
+    keys, counts = (np.concatenate(of_runs) for of_runs in zip(*runs, strict=True))
+    order = np.argsort(keys, kind="stable")  # which merges what is sorted already
+    keys, counts = keys[order], counts[order]
+    starts = _starts(keys)
+    return keys[starts], np.add.reduceat(counts, starts) if len(starts) else counts
+
+
+def _starts(keys: np.ndarray) -> np.ndarray:
+    """Return where each distinct key of a sorted array starts."""
+    return np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
 
 
 def merge(runs: Sequence[Run], folder: Path, column: int, *, key_dtype: np.dtype, entries: int) -> Iterator[Counted]:
@@ -138,9 +139,8 @@ def merge(runs: Sequence[Run], folder: Path, column: int, *, key_dtype: np.dtype
             cut = int(np.searchsorted(keys, min(bounds), side="right")) if bounds else len(keys)
             below.append((keys[:cut], counts[:cut]))
             buffers[number] = keys[cut:], counts[cut:]
-        while len(below) > 1:
-            below = [merge_two(*below[i : i + 2]) if i + 1 < len(below) else below[i] for i in range(0, len(below), 2)]
-        yield from below
+        if below:
+            yield _joined(below)
         if not bounds:
             return
 

@@ -10,11 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_pipeline import native
 from data_pipeline.arrow import to_arrow, to_lists
 from data_pipeline.hashing import IdSource, encode_keys
 from data_pipeline.manifest import IntegerColumn
-from data_pipeline.native import Array, Matrix
 from data_pipeline.parse import Parsed, list_elements
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Rows
@@ -25,7 +23,6 @@ ROW_GROUP_ROWS = 1 << 15
 _ROW_GROUP_BYTES = 16 << 20
 # Dictionaries shrink columns of few values; for many values, Parquet builds and discards them, in half of the writing time.
 _DICTIONARY_IDS = 1 << 14
-_LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
 _LARGEST = np.finfo(np.float32).max
 
 
@@ -69,13 +66,8 @@ class Encoder:
         """Transform the numeric columns of rows: float32 [I, n], 0.0 where a value is missing."""
         values, missing = _select(parsed.integers, rows), _select(parsed.integer_missing, rows)
         encoded = np.empty(values.shape, np.float32)
-        if values.dtype == np.int32:
-            lows = np.array([_low(column) for column in self.integers], np.int64)
-            matrices = Matrix(values, np.int32), Matrix(missing, np.bool_), Array(lows, np.int64), _LOGARITHMS
-            native.encode_integers(*matrices, Matrix(encoded, np.float32))
         for number, column in enumerate(self.integers):
-            if column.transform != "log" or values.dtype != np.int32:
-                encoded[number] = _encode_numbers(values[number], missing[number], column)
+            encoded[number] = _encode_numbers(values[number], missing[number], column)
         return encoded
 
     def singles(self, parsed: Parsed, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
@@ -103,19 +95,15 @@ def _select(columns: np.ndarray, rows: Rows) -> np.ndarray:
     return columns[:, rows] if isinstance(rows, slice) else columns.take(rows, axis=1)
 
 
-def _low(column: IntegerColumn) -> float:
-    """Return the number below which log(max(x, low) + offset) is constant; 0 for other transforms."""
-    return 2 - column.offset if column.transform == "log" else 0
-
-
 def _encode_numbers(values: np.ndarray, missing: np.ndarray, column: IntegerColumn) -> np.ndarray:
-    """Compute (x - mean) / scale or x for [n] numbers, or log(max(x, low) + offset) for floats: float32, 0.0 where x is missing."""
+    """Compute x, (x - mean) / scale or log(max(x, low) - low + 2), where low is 2 - offset: float32, 0.0 where x is missing."""
     if column.transform == "none":
         return values.astype(np.float32)
     if column.mean is not None and column.scale is not None:
         standardized = np.where(missing, 0, (values - column.mean) / column.scale)
         return standardized.clip(-_LARGEST, _LARGEST).astype(np.float32)
-    return np.where(missing, 0, np.log(np.maximum(values, _low(column)) - _low(column) + 2)).astype(np.float32)
+    low = 2 - column.offset
+    return np.where(missing, 0, np.log(np.maximum(values.astype(np.float64), low) - low + 2)).astype(np.float32)
 
 
 class ShardWriter:

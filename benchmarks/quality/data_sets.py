@@ -65,7 +65,7 @@ class DataSet(ABC):
     """The rows of three splits, and the frequencies of each field's ids.
 
     Attributes:
-        name: "synth", "ml1m", or a file's name.
+        name: "synth", or the name of a file or folder.
         counts: for each field [num_embeddings], how often each id occurs in training.
         vectors: for each field [num_embeddings, K], what its ids occur with; empty if they are in order of frequency.
         val, test: rows of these splits.
@@ -175,7 +175,7 @@ class ImplicitFeedback(DataSet):
                 raise UserError(f"{path} has no {name}: give a folder with train.txt and test.txt, one line of ids per user")
         shuffled = np.random.default_rng(0).permutation(_read_pairs(path / "train.txt"))
         held_out = len(shuffled) // 10
-        return cls("ml1m", shuffled[held_out:], shuffled[:held_out], _read_pairs(path / "test.txt"), order, seed)
+        return cls(path.name, shuffled[held_out:], shuffled[:held_out], _read_pairs(path / "test.txt"), order, seed)
 
     def training_rows(self, generator: torch.Generator) -> Rows:
         """See the base class."""

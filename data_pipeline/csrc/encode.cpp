@@ -1,9 +1,8 @@
-// Encoding of keys as ids, by the hash tables of `data_pipeline/hashing.py`, hashes or ranges, and of integers as logarithms.
+// Encoding of keys as ids, by the hash tables of `data_pipeline/hashing.py` or by hashes.
 
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <type_traits>
 #include <vector>
@@ -165,26 +164,6 @@ EXPORTED int64_t encode_keys_u64(
     Array<const IdSource<uint64_t>> id_sources, Matrix<const uint64_t> keys, Matrix<const bool> missing, Matrix<int32_t> ids,
     Array<int64_t> zeros) {
   return encode_keys(id_sources, keys, missing, ids, zeros);
-}
-
-// Fills `encoded` with log(max(value, low) - low + 2), 0 where a value is missing; `low` is by column, logarithms[i] is log(i + 1).
-EXPORTED int64_t encode_integers(
-    Matrix<const int32_t> values, Matrix<const bool> missing, Array<const int64_t> low, Array<const float> logarithms,
-    Matrix<float> encoded) {
-  if (!values.is_like(missing) || !values.is_like(encoded) || low.size != values.columns) return kWrongSizes;
-  for (int64_t c = 0; c < values.columns; ++c) {
-    for (int64_t i = 0; i < values.rows; ++i) {
-      const int64_t above = std::max<int64_t>(values[c][i] - low[c], 0) + 1;
-      if (missing[c][i]) {
-        encoded[c][i] = 0;
-      } else if (above < logarithms.size) {
-        encoded[c][i] = logarithms[above];
-      } else {
-        encoded[c][i] = static_cast<float>(std::log(static_cast<double>(above + 1)));
-      }
-    }
-  }
-  return 0;
 }
 
 }  // namespace data_pipeline
