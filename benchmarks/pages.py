@@ -50,7 +50,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-ne": partial(quality_tables.quality, "ne"),
     "quality-auc": partial(quality_tables.quality, "auc"),
     "quality-types": quality_tables.quality_of_dtypes,
-    "quality-splits": quality_tables.quality_of_splits,
     "quality-meaning": quality_tables.quality_with_meaning,
     "quality-rounded": quality_tables.quality_of_rounded,
     "quality-groups": quality_tables.quality_with_groups,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from operator import itemgetter
@@ -11,7 +10,6 @@ from statistics import mean
 from benchmarks.harness.rows import Row, select
 from benchmarks.harness.trainings import SEEDS
 from benchmarks.quality.data_sets import LOGS
-from benchmarks.quality.embeddings import SPLITS
 from benchmarks.quality.runs import VARIED, chosen
 from benchmarks.quality.storage import BITS, DTYPES
 from benchmarks.tables import EPYC_AVX2, EPYC_AVX512, XEON, committed, markdown, source, spread
@@ -57,7 +55,6 @@ STARTS = ("random", "vectors")
 KNOWLEDGE = {("random", "none"): "", ("vectors", "none"): ", from vectors", ("vectors", "dense"): ", from vectors, distilled"}
 """Start and teacher -> how a table calls them."""
 MEANING = "quality --data DATA --only order=similarity,start=vectors,dtype=int8"
-FOUND_OR_FIXED = ("TT fixed", "TT + rows", *SPLITS)
 RAN_ON = (XEON, EPYC_AVX2, EPYC_AVX512)
 """Machines on which the benchmark's parts ran; predictions hardly depend on them."""
 
@@ -129,25 +126,6 @@ def quality_of_dtypes() -> str:
     }
     header = ["NE, AUC", *(f"{size:g}x, {dtype}" for size in sizes for dtype in by_dtype)]
     return _grid(header, {"": lines}) + _sources(XEON, EPYC_AVX512)
-
-
-def quality_of_splits() -> str:
-    """NE of the split between TT tables and hot rows that is found, and of the best of twenty fixed ones, at equal bytes."""
-    runs = select([row for row in chosen(_measured()) if row.provider in FOUND_OR_FIXED], data="synth")
-    counts = Counter((row.provider, row.shapes["compression"]) for row in runs)
-    seeds = range(min(counts.values()))  # those that all cases have
-    lines = []
-    for size in sorted({size for _, size in counts}):
-        of_size = [row for row in runs if row.shapes["compression"] == size and row.seed in seeds]
-        nes = {provider: METRICS["ne"](select(of_size, provider=provider)) for provider, at in counts if at == size}
-        found, fixed = nes["TT + rows"], {provider: ne for provider, ne in nes.items() if provider in SPLITS}
-        best = min(fixed, key=fixed.__getitem__)
-        share, width = SPLITS[best]
-        best_cell = f"{fixed[best]:.4f}, {share:.0%} at width {width or 'N'}"
-        better = f"{sum(ne < found for ne in fixed.values())} of {len(fixed)}"
-        lines.append(["logs", f"{size:g}x", str(len(seeds)), f"{nes['TT fixed']:.4f}", f"{found:.4f}", best_cell, better])
-    header = ["NE", "size", "seeds", "no hot rows", "hot rows by the rule", "best fixed split", "fixed splits that are better"]
-    return markdown(header, lines) + _sources(EPYC_AVX2, EPYC_AVX512, command="quality --only method=TT + 0*")
 
 
 def quality_with_meaning() -> str:

@@ -16,7 +16,6 @@ its smallest form if that is larger, and the others share what is left (`shares`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -29,7 +28,6 @@ from benchmarks.quality.pruning import Pruned, Thresholded
 from benchmarks.quality.tables import STD, Dense, DoesNotFit, Table, fit_
 from comera_rec import TableCompression, TTEmbeddingBag, TTEmbeddingBagConfig
 from comera_rec.convert.start import start_from_vectors_, starting_rows
-from comera_rec.tt import blocks_params
 
 MIN_ROWS = 1000
 PER_TABLE: dict[str, type[Table]] = {
@@ -50,9 +48,6 @@ PER_TABLE: dict[str, type[Table]] = {
 }
 WHOLE: dict[str, type[Dense]] = {"dense": Dense, "pruning": Pruned, "PEP": Thresholded}
 """Methods that start with all entries."""
-
-
-SPLITS = {f"TT + {share:g} at {width or 'N'}": (share, width) for share in (0.25, 0.5, 0.75, 0.95) for width in (1, 2, 4, 8, None)}
 
 
 def shares(rows: Sequence[int], dim: int, compression: float, method: type[Table]) -> list[int]:
@@ -175,18 +170,3 @@ def tt_tables(
         return TableCompression(compression=compression, min_rows=1, order=order, hot_rows=hot_rows).table_configs(tables)
     except ValueError:
         raise DoesNotFit from None
-
-
-def split_tables(sizes: Sequence[int], dim: int, compression: float, share: float, width: int | None) -> list[TTEmbeddingBagConfig]:
-    """Configs of TT tables of one rank, each with a block of hot rows of `width` (default N) columns on a share of the bytes.
-
-    Raises:
-        DoesNotFit: if a block would have no rows, or TT rank 1 does not fit into the rest.
-    """
-    total, width = sum(sizes) * dim, width or dim
-    rows = [min(m, int((share * m * dim / compression - width * (dim + 1)) / width)) for m in sizes]
-    left = total / compression - sum(blocks_params(((m, width),), dim) for m in rows)
-    if min(rows) < 1 or left <= 0:
-        raise DoesNotFit
-    tables = tt_tables(sizes, dim, total / left)
-    return [replace(table, hot_rows=((m, width),)) for table, m in zip(tables, rows, strict=True)]

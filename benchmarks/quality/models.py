@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks.quality.codes import Clustered
 from benchmarks.quality.data_sets import DataSet, Rows
-from benchmarks.quality.embeddings import MIN_ROWS, SPLITS, TT, Embeddings, split_tables, tt_tables
+from benchmarks.quality.embeddings import MIN_ROWS, TT, Embeddings, tt_tables
 from benchmarks.quality.pruning import Pruning, ThresholdSearch
 from benchmarks.quality.storage import BITS, DTYPES, round_, round_dense_, round_stochastically_, stored_bytes
 from benchmarks.quality.tables import STD
@@ -103,9 +103,7 @@ class Model(nn.Module):
             sizes = [len(count) for count in counts if len(count) >= MIN_ROWS]
             hot_rows: Literal["auto", 0] = "auto" if "rows" in method else 0
             configs = tt_tables(sizes, task.dim, compression, hot_rows)
-            if method in SPLITS:
-                configs = split_tables(sizes, task.dim, compression, *SPLITS[method])
-            elif method in ADAPTIVE:  # the modes chosen for the budget, at a larger size
+            if method in ADAPTIVE:  # the modes chosen for the budget, at a larger size
                 start = 1.5 if hot_rows else 2
                 configs = tt_tables(sizes, task.dim, compression / start, hot_rows, configs[0].tt_shape().order)
         self.embeddings = Embeddings(counts, task.dim, kind, compression, configs, task.std)

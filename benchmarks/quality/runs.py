@@ -28,7 +28,7 @@ from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import Row
 from benchmarks.harness.trainings import Trained, at_best_rate, train_all
 from benchmarks.quality.data_sets import LOGS, ImplicitFeedback, Synth
-from benchmarks.quality.embeddings import PER_TABLE, SPLITS
+from benchmarks.quality.embeddings import PER_TABLE
 from benchmarks.quality.models import CONVERTED, RATES, START_RATES, Task, train
 from benchmarks.quality.storage import BITS, DTYPES
 from benchmarks.quality.storage import METHODS as STORED_METHODS
@@ -39,7 +39,7 @@ from data_pipeline.manifest import Order
 BUDGETS = (10, 50, 100, 200, 500)
 TT_METHODS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT SVD")
 METHODS = ("dense", *TT_METHODS, *PER_TABLE, "pruning", "PEP")
-"""Those that figures and tables compare. `SPLITS` are compared only with each other, `BITS` only with dense tables."""
+"""Those that figures and tables compare; `BITS` are compared only with dense tables."""
 MORE_RATES = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, *RATES, 0.1, 0.3, 1.0)
 """While the best rate of a case is the smallest or largest one tried, its neighbor here is tried, too."""
 STDS = {"video": 0.01}
@@ -122,8 +122,8 @@ def _measured(task: Task, dtype: str, path: Path | None, shapes: dict[str, Any],
 def _cases(task: Task, settings: Settings) -> list[tuple[dict[str, Any], Sequence[float]]]:
     """All sizes and methods, with the rates to try first."""
     methods = STORED_METHODS if settings.only.get("dtype", "float32") != "float32" else METHODS
-    if "method" in settings.only:  # too many splits to run by default
-        methods = (*methods, *SPLITS, *BITS)
+    if "method" in settings.only:
+        methods = (*methods, *BITS)
     budgets = BUDGETS[:1] if settings.quick else BUDGETS
     cases = [(method, size) for size in budgets for method in methods if method not in ("dense", *BITS) or size == BUDGETS[0]]
     if settings.only.get("method") in CONVERTED:
