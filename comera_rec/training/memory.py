@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ import pyarrow as pa
 import torch
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
 _KEPT_BYTES, _LARGEST_MMAP_THRESHOLD = 1 << 30, 32 << 20
 
 
@@ -20,13 +21,14 @@ def keep_freed_memory() -> None:
     """Let glibc keep up to 1 GiB of freed memory for the next step, instead of returning it to the system.
 
     Otherwise every step requests the pages of its largest tensors again, and the system fills each page with zeros. Tensors above
-    32 MiB still have separate mappings. Other allocators are left as they are. Arrow's arrays come from there, too: its own pool
-    would keep another 40 MiB for itself.
+    32 MiB still have separate mappings. Arrow's arrays come from glibc, too: a pool of its own would keep another 40 MiB. Other
+    systems' allocators are left as they are.
     """
-    pa.set_memory_pool(pa.system_memory_pool())
     if mallopt := _glibc("mallopt"):
+        pa.set_memory_pool(pa.system_memory_pool())
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_ARENA_MAX, len(os.sched_getaffinity(0)))  # of the default, eight for each core, each keeps freed memory
 
 
 def return_freed_memory() -> None:
