@@ -33,7 +33,6 @@ BENCHMARKS = {
     "serve": ("serve:run", "requests: packages of a TT model and TorchRec's quantized dense one"),
     "serve-http": ("serve_http:run", "one-row requests over HTTP: comera serve, Starlette, an echo, all under uvicorn"),
     "quality": ("quality.runs:run", "predictions of models whose tables take equal bytes; resumes"),
-    "gpu-static": ("gpu.static:run", "the lookup's kernels, compiled for GPUs: registers, shared memory, instructions"),
 }
 RESUMABLE = ("quality", "dlrm", "preprocess")
 _FILE = click.Path(path_type=Path)

@@ -1,7 +1,6 @@
 """The kernels of a training step compiled for GPUs that aren't present: registers, shared memory and instructions.
 
-Triton compiles for any architecture without a GPU, and its wheel contains NVIDIA's ptxas, cuobjdump and nvdisasm. A row's number is
-the instructions in a kernel's code. Nothing runs.
+Triton compiles for any architecture without a GPU, and its wheel contains NVIDIA's ptxas, cuobjdump and nvdisasm. Nothing runs.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,46 +20,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.gpu.launches import count_step
-from benchmarks.harness.measure import Settings, each_case
-from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Sizes
 from comera_rec.ops.launch import Launch
 from comera_rec.tt import TTShape
 
 ROWS = (10131227, 2202608, 8351593, 5461306, 7046547, 286181, 142572)  # Criteo Kaggle's tables above 100,000 rows
-ARCHITECTURES = (80, 90, 100)
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class StaticCase(Sizes):
-    """Tables of order 2 and Criteo's sizes, on GPUs of one compute capability."""
-
-    architecture: int
-    dim: int = 64
-    rank: int = 16
-    batch: int = 16_384
-
-
-def cases(quick: bool) -> list[StaticCase]:
-    """Dims 64 and 128 at ranks 8 to 32."""
-    if quick:
-        return [StaticCase(architecture=90)]
-    sizes = [(64, 8), (64, 16), (64, 32), (128, 16)]
-    return [StaticCase(architecture=each, dim=dim, rank=rank) for each in ARCHITECTURES for dim, rank in sizes]
-
-
-def run(settings: Settings) -> Iterator[list[Row]]:
-    """Yield a row for each kernel that a step launches."""
-    for case, rows in each_case("gpu-static", cases(settings.quick), settings, threads=0, machine="compiled, nothing measured"):
-        kernels = {name: compile_launch(each, case.architecture) for name, each in step_kernels(case.dim, case.rank).items()}
-        sizes = {name: [float(len(kernel.names))] for name, kernel in kernels.items()}
-        yield rows("compiled", "instructions", sizes, {name: kernel.counted() for name, kernel in kernels.items()})
 
 
 def step_kernels(dim: int, rank: int, batch: int = 16_384, **options: Any) -> dict[str, Launch]:
@@ -99,13 +67,9 @@ class Compiled:
         beyond = [index for index, name in enumerate(names) if index > last and not name.startswith(("NOP", "BRA"))]
         return names[: (beyond[-1] if beyond else last) + 1]
 
-    def counted(self) -> dict[str, float]:
-        """The resources of a row."""
-        return {"registers": self.registers, "spilled_bytes": self.spilled, "shared_bytes": self.shared}
-
 
 def compile_launch(launch: Launch, architecture: int) -> Compiled:
-    """Compile what a launch would run on an NVIDIA GPU of one of `ARCHITECTURES`."""
+    """Compile what a launch would run on an NVIDIA GPU of a compute capability, such as 90."""
     kernel = _compile(launch, GPUTarget("cuda", architecture, 32))
     cubin = kernel.asm["cubin"]
     usage = _run("cuobjdump", cubin, "-res-usage")
