@@ -5,7 +5,6 @@ Shapes: B rows of the input, I in_features, O out_features, r the rank of the bo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,17 +15,15 @@ from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import tt_linear
 from comera_rec.ops.autocast import is_autocast_on
-from comera_rec.tt import Contraction, TTShape, best_contractions, contraction_for, require_positive
-from comera_rec.tt.contraction import Contractions
+from comera_rec.tt import TTShape, require_positive
 from data_pipeline.errors import UserError
 
 
 class TTLinear(TTModule):
     """`torch.nn.Linear` whose weight is a TT matrix with cores for input modes, then for output modes.
 
-    y = x W + b = (x L) R + b, with L (I x r) contracted from the input cores and R (r x O) from the output cores. For large
-    batches, forming L and R once per step is close to optimal (CoMERA, section 4.2, arXiv 2405.14377); for small batches,
-    contracting x with one core after another is. `comera_rec.tt.best_contractions` chooses for each batch size.
+    y = x W + b = (x L) R + b, with L (I x r) contracted from the input cores and R (r x O) from the output cores once per step
+    (CoMERA, section 4.2, arXiv 2405.14377).
 
     Args:
         in_features: size of the last dimension of the input.
@@ -62,7 +59,7 @@ class TTLinear(TTModule):
         if shape is not None and tt_ranks is not None:
             raise UserError(f"shape {shape} and tt_ranks {tt_ranks} are both given: give one of them")
         shape = shape or TTShape.for_linear(in_features, out_features, tt_ranks=tt_ranks)
-        _require_inputs_first(shape)
+        self._num_input_modes = shape.num_input_modes
         std = (3 * in_features) ** -0.5  # that of nn.Linear: uniform on +-1/sqrt(in_features)
         super().__init__(in_features, out_features, shape, std, device=device, dtype=dtype)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None)
@@ -76,14 +73,14 @@ class TTLinear(TTModule):
 
     @property
     def shape(self) -> TTShape:
-        """Modes and ranks of the parameters; setting it also chooses the order of contractions again."""
-        return self._form.shape
+        """Modes and ranks of the parameters, shared by the layers that share these."""
+        return self._shapes[0]
 
     @shape.setter
     def shape(self, shape: TTShape) -> None:
-        if "_form" not in self.__dict__:
-            self._form = _WeightForm()
-        self._form.shape, self._form.contractions = shape, best_contractions(shape)
+        if "_shapes" not in self.__dict__:
+            self._shapes = [shape]
+        self._shapes[0] = shape
 
     def tie_weight_(self, other: TTLinear) -> None:
         """Share the cores and rank parameters of another layer of the same shape, even when their ranks change."""
@@ -91,7 +88,7 @@ class TTLinear(TTModule):
         for name, parameter in other.named_parameters(recurse=False):
             if name != "bias":
                 self.register_parameter(name, parameter)
-        self._form = other._form
+        self._shapes = other._shapes
 
     @property
     def in_features(self) -> int:
@@ -124,13 +121,7 @@ class TTLinear(TTModule):
         cores = self.cores()
         if input.dtype != cores[0].dtype and not (input.is_floating_point() and is_autocast_on(input.device)):
             raise UserError(f"input is {input.dtype} and the layer {cores[0].dtype}: give one type, or floats under torch.autocast")
-        contraction = self.contraction(math.prod(input.shape[:-1]))
-        return tt_linear(input, cores, self.rank_parameters(), self.out_features, self.bias, contraction)
-
-    def contraction(self, batch: int) -> Contraction:
-        """Return the order of products for a batch of `batch` rows; exported programs use the one for large batches."""
-        contractions = self._form.contractions
-        return contractions[-1][1] if torch.compiler.is_exporting() else contraction_for(contractions, batch)
+        return tt_linear(input, cores, self.rank_parameters(), self._num_input_modes, self.out_features, self.bias)
 
     @classmethod
     def from_dense(
@@ -162,18 +153,3 @@ class TTLinear(TTModule):
                 layer.bias.requires_grad_(self.bias.requires_grad)
         layer.weight.requires_grad_(self.core_0.requires_grad)
         return layer
-
-
-class _WeightForm:
-    """Shape and contractions of a weight, shared by the layers that share the weight."""
-
-    shape: TTShape
-    contractions: Contractions
-
-
-def _require_inputs_first(shape: TTShape) -> None:
-    if not any(set(shape.col_shape[:cut]) == {1} == set(shape.row_shape[cut:]) for cut in range(1, shape.order)):
-        raise UserError(
-            f"shape with row_shape {shape.row_shape} and col_shape {shape.col_shape} is not that of a TT linear layer: "
-            "give input modes first (column modes 1), then output modes (row modes 1), as TTShape.for_linear does"
-        )

@@ -16,7 +16,7 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 def one_call_in_fx(forward: Forward) -> Forward:
     """Record a module's `forward` as one call where torch.fx (or torchrec.fx) traces a model that contains the module.
 
-    A forward pass depends on the batch (unique rows, the cheapest order of products), which a graph can't express.
+    A forward pass depends on the batch (unique rows), which a graph can't express.
 
     Raises:
         ValueError: if the module itself is traced, so that no model contains it.

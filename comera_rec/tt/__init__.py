@@ -1,16 +1,7 @@
 """Mathematics of TT shapes and cores, without modules or state."""
 
-from comera_rec.tt.contraction import (
-    Contraction,
-    Tree,
-    best_contractions,
-    candidate_contractions,
-    contraction_for,
-    dense_cost,
-    span,
-    tt_cost,
-)
 from comera_rec.tt.cores import contract, first_rows, init_cores_, scaled_cores, tt_to_dense
+from comera_rec.tt.cost import dense_cost, tt_cost
 from comera_rec.tt.digits import row_digits
 from comera_rec.tt.hot_blocks import Blocks, blocks_params, choose_hot_blocks
 from comera_rec.tt.layout import is_slice_major, slice_major, slice_major_together
@@ -20,15 +11,10 @@ from comera_rec.tt.svd import tt_svd, tt_svd_spectra
 
 __all__ = [
     "Blocks",
-    "Contraction",
     "TTShape",
-    "Tree",
-    "best_contractions",
     "blocks_params",
-    "candidate_contractions",
     "choose_hot_blocks",
     "contract",
-    "contraction_for",
     "dense_cost",
     "factorize",
     "first_rows",
@@ -40,7 +26,6 @@ __all__ = [
     "scaled_cores",
     "slice_major",
     "slice_major_together",
-    "span",
     "tt_cost",
     "tt_svd",
     "tt_svd_spectra",

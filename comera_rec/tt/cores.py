@@ -38,12 +38,10 @@ def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float) -> None:
             cores[-1].zero_()
 
 
-def scaled_cores(cores: Sequence[Tensor], diagonals: Sequence[Tensor | None]) -> list[Tensor]:
-    """Multiply the diagonals between cores into the smaller neighbor of each; None for one that is left out."""
+def scaled_cores(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> list[Tensor]:
+    """Multiply the diagonals between cores into the smaller neighbor of each."""
     scaled = list(cores)
     for k, diagonal in enumerate(diagonals, start=1):
-        if diagonal is None:
-            continue
         if scaled[k - 1].numel() <= scaled[k].numel():
             scaled[k - 1] = scaled[k - 1] * diagonal.flatten()
         else:

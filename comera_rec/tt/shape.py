@@ -95,6 +95,21 @@ class TTShape:
         return tuple(zip(bonds[:-1], self.row_shape, self.col_shape, bonds[1:], strict=True))
 
     @property
+    def num_input_modes(self) -> int:
+        """How many modes of a linear layer are its input's.
+
+        Raises:
+            ValueError: if they don't come before those of the output.
+        """
+        inputs = next((k for k, n in enumerate(self.col_shape) if n > 1), self.order - 1)
+        if not inputs or set(self.row_shape[inputs:]) != {1}:
+            raise UserError(
+                f"shape with row_shape {self.row_shape} and col_shape {self.col_shape} is not that of a TT linear layer: "
+                "give input modes first (column modes 1), then output modes (row modes 1), as TTShape.for_linear does"
+            )
+        return inputs
+
+    @property
     def num_params(self) -> int:
         """Numbers stored: sum_k r_{k-1} m_k n_k r_k in the cores and sum_k r_k rank parameters.
 
