@@ -56,7 +56,7 @@ BAGS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10
 
 # The parts of a step in order, without drawing the batch.
 PARTS = (
-    "plan", "bottom MLP", "tables", "interaction", "top MLP and loss", "top MLP, backward", "interaction, backward",
+    "bottom MLP", "tables", "interaction", "top MLP and loss", "top MLP, backward", "interaction, backward",
     "tables, backward and update", "bottom MLP, backward", "update of the rest",
 )  # fmt: skip
 STEP, PROCESS = "whole step", "whole process"
@@ -181,8 +181,6 @@ class Step:
         """Take a step."""
         self._ticks.append({})
         self._tick("")
-        self._collection.plan_ahead(features)
-        self._tick("plan")
         with self._autocast:
             logits = self._state.model(dense, features)
         loss = F.binary_cross_entropy_with_logits(logits.float().squeeze(1), labels)

@@ -22,7 +22,7 @@ Samples samples_of(const Tensor& lead, const Tensor& rows) {
   require(lead.dim() == 2 && rows.dim() == 3 && rows.size(0) == lead.size(0) && rows.size(2) == lead.size(1) && lead.size(1) > 0,
           "lead has shape ", shape_of(lead), " and rows ", shape_of(rows), ": give (B, N) and (B, F - 1, N)");
   Samples samples{rows.size(1) + 1, lead.size(1), static_cast<const float*>(lead.data_ptr()),
-                  static_cast<const float*>(rows.data_ptr()), lead.size(1), rows.stride(0)};
+                  static_cast<const float*>(rows.data_ptr()), rows.stride(0)};
   const auto steps = [&](int64_t dim, int64_t step) { return rows.size(dim) == 1 || rows.stride(dim) == step; };
   const bool is_dense = rows.numel() == 0 || (steps(2, 1) && steps(1, rows.size(2)));
   require(is_dense, "rows has rows apart from each other: copy it");
@@ -41,26 +41,15 @@ void for_samples(const Samples& samples, int64_t count, const Run& run) {
   });
 }
 
-Tensor interact(const Samples& samples, int64_t count) {
-  Tensor out = reused({count, samples.outputs()});
+// [B, N] and [B, F - 1, N] -> [B, N + P]: the lead, then the products of all pairs of features.
+Tensor interact(Tensor lead, Tensor rows) {
+  const Samples samples = samples_of(lead, rows);
+  Tensor out = reused({lead.size(0), samples.outputs()});
   float* out_at = static_cast<float*>(out.data_ptr());
-  for_samples(samples, count, [&](int64_t first, int64_t beyond, float* scratch) {
+  for_samples(samples, lead.size(0), [&](int64_t first, int64_t beyond, float* scratch) {
     kernels().interact(samples, first, beyond, out_at, scratch);
   });
   return out;
-}
-
-// [B, N] and [B, F - 1, N] -> [B, N + P]: the lead, then the products of all pairs of features.
-Tensor interact_with_lead(Tensor lead, Tensor rows) { return interact(samples_of(lead, rows), lead.size(0)); }
-
-// The same for [B, F, N], whose first feature is the lead.
-Tensor interact_features(Tensor features) {
-  require_plain(features, "features", ScalarType::Float, "float32");
-  require(features.dim() == 3 && features.size(1) > 0 && features.size(2) > 0, "features has shape ", shape_of(features),
-          ": give (B, F, N)");
-  const int64_t F = features.size(1), N = features.size(2);
-  const float* at = static_cast<const float*>(features.data_ptr());
-  return interact(Samples{F, N, at, at + N, F * N, F * N}, features.size(0));
 }
 
 std::tuple<Tensor, Tensor> interact_backward(Tensor gradient, Tensor lead, Tensor rows) {
@@ -82,12 +71,10 @@ std::tuple<Tensor, Tensor> interact_backward(Tensor gradient, Tensor lead, Tenso
 
 STABLE_TORCH_LIBRARY_FRAGMENT(comera_rec, library) {
   library.def("interact(Tensor lead, Tensor rows) -> Tensor");
-  library.def("interact_features(Tensor features) -> Tensor");
   library.def("interact_backward(Tensor gradient, Tensor lead, Tensor rows) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(comera_rec, CPU, library) {
-  library.impl("interact", TORCH_BOX(&comera::interact_with_lead));
-  library.impl("interact_features", TORCH_BOX(&comera::interact_features));
+  library.impl("interact", TORCH_BOX(&comera::interact));
   library.impl("interact_backward", TORCH_BOX(&comera::interact_backward));
 }

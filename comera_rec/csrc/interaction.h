@@ -12,7 +12,7 @@ struct Samples {
   int64_t features = 0, columns = 0;  // F, N
   const float* lead = nullptr;        // [B, N]
   const float* rows = nullptr;        // [B, F - 1, N]
-  int64_t lead_step = 0, row_step = 0;  // floats from one sample's to the next one's
+  int64_t row_step = 0;               // floats from one sample's rows to the next one's
 
   int64_t outputs() const { return columns + features * (features - 1) / 2; }
 };

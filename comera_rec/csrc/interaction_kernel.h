@@ -20,7 +20,7 @@ struct InteractionScratch {
 
   COMERA_INLINE void read(const Samples& samples, int64_t sample) {
     const int64_t n = samples.columns;
-    std::memcpy(features, samples.lead + sample * samples.lead_step, 4 * n);
+    std::memcpy(features, samples.lead + sample * samples.columns, 4 * n);
     const float* from = samples.rows + sample * samples.row_step;
     for (int64_t f = 1; f < samples.features; ++f, from += n) std::memcpy(features + f * columns, from, 4 * n);
   }

@@ -30,7 +30,7 @@ Plan plan_in(const std::vector<Tensor>& tensors) {
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
-    std::vector<Tensor> ids, std::vector<int64_t> num_embeddings, std::vector<int64_t> row_shapes, bool parallel) {
+    std::vector<Tensor> ids, std::vector<int64_t> num_embeddings, std::vector<int64_t> row_shapes) {
   const int64_t T = int64_t(ids.size());
   require(T > 0, "ids is empty: give the ids of at least one table");
   require(int64_t(num_embeddings.size()) == T, "num_embeddings holds ", num_embeddings.size(), " numbers for ", T, " tables");
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
   Tensor inverse = empty({L}, ScalarType::Int), order = empty({L}, ScalarType::Int), starts = empty({L + 1}, ScalarType::Int);
   Tensor rows = empty({2, L}, ScalarType::Int), left = empty({2, d >= 3 ? L : 0}, ScalarType::Int);
   Tensor right = empty({2, d == 4 ? L : 0}, ScalarType::Int), bounds = empty({3 + d, T + 1}, ScalarType::Int);
-  make_plan(tables, d, parallel, plan_in({inverse, order, starts, rows, left, right, bounds}));
+  make_plan(tables, d, plan_in({inverse, order, starts, rows, left, right, bounds}));
   return {inverse, order, starts, rows, left, right, bounds};
 }
 
@@ -411,7 +411,7 @@ int64_t threads_used_last() { return threads_used.load(); }
 
 STABLE_TORCH_LIBRARY(comera_rec, library) {
   library.def(
-      "plan_lookup(Tensor[] ids, int[] num_embeddings, int[] row_shapes, bool parallel=True) -> "
+      "plan_lookup(Tensor[] ids, int[] num_embeddings, int[] row_shapes) -> "
       "(Tensor inverse, Tensor order, Tensor starts, Tensor rows, Tensor left, Tensor right, Tensor bounds)");
   library.def("pool(Tensor[] cores, Tensor[] diagonals, " COMERA_LOOKUP ") -> Tensor");
   library.def("pool_into(Tensor(a!) out, Tensor[] cores, Tensor[] diagonals, " COMERA_LOOKUP ") -> ()");

@@ -139,7 +139,7 @@ void close_gap(int32_t* products, int64_t from, int64_t to, int64_t count, int64
 
 }  // namespace
 
-void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel, const Plan& plan) {
+void make_plan(const std::vector<TableIds>& tables, int64_t order, const Plan& plan) {
   const int64_t cut = (order + 1) / 2, T = int64_t(tables.size());
   std::vector<Part> parts(tables.size());
   int64_t lookups = 0;
@@ -156,7 +156,7 @@ void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel
   uint64_t *of_ids = words.get(), *other = of_ids + lookups;
   run_tasks(T, [&](int64_t t, int64_t) {
     sort_ids(parts[t], of_ids + parts[t].first_lookup, other + parts[t].first_lookup);
-  }, parallel);
+  });
   int64_t rows = 0;
   for (int64_t t = 0; t < T; ++t) {
     if (parts[t].has_bad_id)
@@ -179,7 +179,7 @@ void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel
       part.right_products = number_products(
           part, plan.q, [&](int64_t t) { return int64_t(by_q[t]); }, part.table.row_shape[3], plan.right_inner, plan.right_outer);
     }
-  }, parallel);
+  });
   // Numbers within each table become numbers through all tables.
   int32_t *row_bounds = plan.bounds, *left_bounds = plan.bounds + T + 1, *right_bounds = plan.bounds + 2 * (T + 1);
   int64_t left = 0, right = 0;

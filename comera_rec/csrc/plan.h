@@ -30,7 +30,7 @@ struct TableIds {
 };
 
 // Throws std::invalid_argument with the number of the table and the id, if an id is out of range.
-void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel, const Plan& plan);
+void make_plan(const std::vector<TableIds>& tables, int64_t order, const Plan& plan);
 
 // Returns whether a plan for L lookups in T tables is one that `make_plan` makes for some ids, so that loops can rely on its numbers.
 bool is_plan(const Plan& plan, int64_t order, int64_t T, int64_t L);

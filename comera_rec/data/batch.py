@@ -35,7 +35,7 @@ class Batch(Pipelineable):
         return len(self.labels)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch on a device: itself, plans made ahead included, if it is there already."""
+        """Return the batch on a device: itself if it is there already."""
         device = torch.device(device)
         return self if self.dense.device == device else self._with_tensors(lambda part: part.to(device, non_blocking=non_blocking))
 

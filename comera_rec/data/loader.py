@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 
 from comera_rec.data.batch import Batch
@@ -21,7 +21,6 @@ class BatchLoader:
         batches: what to read; one loader at a time may iterate it.
         prefetch: batches read ahead and kept.
         pin_memory: put them in page-locked memory, for asynchronous copies to a GPU.
-        prepare: called with every batch by the thread, before the consumer gets it; for example to plan its lookups.
 
     Raises:
         ValueError: if prefetch is below 1. Iterating raises the errors of reading.
@@ -33,11 +32,10 @@ class BatchLoader:
         *,
         prefetch: int = 4,
         pin_memory: bool = False,
-        prepare: Callable[[Batch], object] | None = None,
     ) -> None:
         if prefetch < 1:
             raise UserError(f"prefetch must be at least 1 batch, got {prefetch}")
-        self.batches, self.prefetch, self.pin_memory, self.prepare = batches, prefetch, pin_memory, prepare
+        self.batches, self.prefetch, self.pin_memory = batches, prefetch, pin_memory
         self._state = batches.state_dict()
 
     def __iter__(self) -> Generator[Batch]:
@@ -47,8 +45,6 @@ class BatchLoader:
             batch = next(batches, None)
             if batch is None:
                 return None
-            if self.prepare is not None:
-                self.prepare(batch)
             return batch.pin_memory() if self.pin_memory else batch, self.batches.state_dict()
 
         thread = ThreadPoolExecutor(1, "BatchLoader")

@@ -158,9 +158,6 @@ class TTModule(nn.Module):
     ) -> None:
         parameters = {name: tensor for name, tensor in (*self._parameters.items(), *self._buffers.items()) if tensor is not None}
         stored = {name: state_dict[prefix + name] for name in parameters if isinstance(state_dict.get(prefix + name), Tensor)}
-        vectors = {name: value[:, None] for name, value in stored.items() if value.dim() == 1 and name.startswith("rank_")}
-        if vectors:  # as up to version 0.2
-            state_dict, stored = {**state_dict, **{prefix + name: value for name, value in vectors.items()}}, stored | vectors
         ranks, refusal = self._stored_ranks(parameters, stored), ""
         is_dense = prefix + "weight" in state_dict and "core_0" not in stored
         if is_dense:

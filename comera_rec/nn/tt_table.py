@@ -286,7 +286,6 @@ def plan_tables(
     names: Sequence[Sequence[str]],
     *,
     impl: str = "auto",
-    parallel: bool = True,
 ) -> LookupPlan | PairPlan:
     """Plan a lookup over several tables.
 
@@ -295,7 +294,6 @@ def plan_tables(
         tables: tables with the same number of cores.
         names: per table and feature, its name in error messages.
         impl: implementation of the lookup.
-        parallel: as for `plan_lookup`.
 
     Raises:
         ValueError: as `TTTable.plan`.
@@ -312,7 +310,7 @@ def plan_tables(
     plan_impl = resolve_bags_impl(impl, tables[0].core_0.device, tables[0].core_0.dtype, len(shapes[0]))
     if plan_impl == "cpu":
         try:
-            return plan_lookup(joined, shapes, rows, parallel=parallel)
+            return plan_lookup(joined, shapes, rows)
         except ValueError:
             _check_ids(ids, tables, names)
             raise

@@ -1,7 +1,7 @@
 """Operations on tensors; costly ones are registered with torch.library. Each has its definition in plain torch beside it."""
 
 from comera_rec.ops.bags import check_ids, tt_bags
-from comera_rec.ops.interaction import interact, interact_features
+from comera_rec.ops.interaction import interact
 from comera_rec.ops.plan import LookupPlan, PairPlan, plan_lookup
 from comera_rec.ops.tt_linear import tt_linear
 
@@ -10,7 +10,6 @@ __all__ = [
     "PairPlan",
     "check_ids",
     "interact",
-    "interact_features",
     "plan_lookup",
     "tt_bags",
     "tt_linear",

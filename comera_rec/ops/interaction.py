@@ -36,12 +36,6 @@ def interact(dense: Tensor, rows: Tensor, pairs: Tensor) -> Tensor:
     return torch.cat([dense, pairwise_products(features, pairs)], dim=1)
 
 
-def interact_features(features: Tensor) -> Tensor:
-    """`interact` for float32 features [B, F, N] on CPU, the dense ones first; one operator, without gradients."""
-    interaction: Tensor = ops.interact_features(features)
-    return interaction
-
-
 def pairwise_products(features: Tensor, pairs: Tensor) -> Tensor:
     """Dot products of features [B, F, N] by pairs [2, P] -> [B, P], of autocast's type where it is on."""
     device = features.device

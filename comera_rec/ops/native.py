@@ -26,7 +26,7 @@ ops = torch.ops.comera_rec
 
 
 @torch.library.register_fake("comera_rec::plan_lookup")
-def _(ids: Sequence[Tensor], num_embeddings: Sequence[int], row_shapes: Sequence[int], parallel: bool = True) -> tuple[Tensor, ...]:
+def _(ids: Sequence[Tensor], num_embeddings: Sequence[int], row_shapes: Sequence[int]) -> tuple[Tensor, ...]:
     tables, order = len(ids), len(row_shapes) // len(ids)
     lookups = sum(table.numel() for table in ids)
     sizes = (
@@ -62,12 +62,6 @@ def _like_diagonals(gradient: Tensor, cores: Sequence[Tensor], plan: Sequence[Te
 def _(lead: Tensor, rows: Tensor) -> Tensor:
     features = rows.shape[1] + 1
     return lead.new_empty(lead.shape[0], lead.shape[1] + features * (features - 1) // 2)
-
-
-@torch.library.register_fake("comera_rec::interact_features")
-def _(features: Tensor) -> Tensor:
-    samples, size, width = features.shape
-    return features.new_empty(samples, width + size * (size - 1) // 2)
 
 
 @torch.library.register_fake("comera_rec::interact_backward")

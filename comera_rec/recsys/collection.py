@@ -5,7 +5,7 @@ B batch size, F features (keys), L_f ids of feature f in a batch, N_f embedding_
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Self
 
 import torch
@@ -116,19 +116,6 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             take_weights(self._configs, state_dict, f"{prefix}embedding_bags", f"{prefix}dense_bags.embedding_bags", others[-1])
         super()._load_from_state_dict(state_dict, prefix, *others)
 
-    def plan_ahead(self, features: KeyedJaggedTensor) -> None:
-        """Make a batch's plan before `forward` is called with it, for example in a loading thread; starts no other threads.
-
-        The plan travels as an attribute of `features`; `forward` uses it unless their values have changed.
-
-        Raises:
-            ValueError: naming the table, the id and the limit, if an id of a TT table is out of range (checked on CPU).
-        """
-        require_features(features, self._configs, is_pooled=self.is_pooled)
-        batch = FeatureBatch(features)
-        plans = {lookup.tables: self._plan(lookup, batch, parallel=False) for lookup in self._lookups()}
-        vars(features).setdefault(_PLANS, {})[self._what_plans_depend_on()] = (_version(features.values()), plans)
-
     @one_call_in_fx
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pool every feature's bags.
@@ -146,13 +133,13 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """
         features = maybe_td_to_kjt(features, None)
         require_features(features, self._configs, is_pooled=self.is_pooled)
-        batch, plans = FeatureBatch(features), self._plans_made_ahead(features)
+        batch = FeatureBatch(features)
         self._check_dense_ids(batch)
         if not self._configs:
             return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))
         lookups = self._lookups()
         if self._can_share_bags(lookups, features):
-            pooled = self._shared_bags(lookups, batch, plans)
+            pooled = self._shared_bags(lookups, batch)
             return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=pooled)
         dim = 1 if self.is_pooled else 0
         parts: dict[str, Tensor] = {}
@@ -169,7 +156,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             parts |= zip(self._tt_keys, repeated(bags, inverse_indices, names), strict=True)
             return in_order(self._keys, parts, dim)
         for lookup in lookups:
-            values = self._look_up(lookup, batch, plans)
+            values = self._look_up(lookup, batch)
             if self.is_pooled and lookup.keys == self._keys:
                 return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=values)
             # `shape[0]`, because `len` would make a constant of it in torch.export.
@@ -183,11 +170,11 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         Returns:
             For each feature of each table [B_f, N_f], where feature f has B_f bags: see `repeated`.
         """
-        batch, plans = FeatureBatch(features), self._plans_made_ahead(features)
+        batch = FeatureBatch(features)
         num_bags = dict(zip(features.keys(), features.stride_per_key(), strict=True))
         parts: dict[str, Tensor] = {}
         for lookup in self._lookups():
-            pooled = self._look_up(lookup, batch, plans, in_one_batch=False)
+            pooled = self._look_up(lookup, batch, in_one_batch=False)
             parts |= zip(lookup.keys, pooled.split([num_bags[name] for name in lookup.features]), strict=True)
         return [parts[key] for key in self._tt_keys]
 
@@ -204,38 +191,18 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             and not torch._C._are_functorch_transforms_active()
         )
 
-    def _shared_bags(
-        self,
-        lookups: Sequence[_Lookup],
-        batch: FeatureBatch,
-        plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
-    ) -> Tensor:
+    def _shared_bags(self, lookups: Sequence[_Lookup], batch: FeatureBatch) -> Tensor:
         """Pool all features, [B, sum of N_f]: TT tables write their bags where they belong, dense ones are copied there."""
         bags = None
         for lookup in lookups:
             slots = Slots([self._slots[key] for key in lookup.keys], len(self._keys), bags)
-            bags = self._look_up(lookup, batch, plans, slots)
+            bags = self._look_up(lookup, batch, slots)
         assert bags is not None
         if self.dense_bags is not None:
             dense = self.dense_bags(batch.features)
             of_dense = [self._slots[self._dense_keys[name]] for name in dense.keys()]  # noqa: SIM118  of a KeyedTensor
             bags = write_slots(bags, dense.values(), of_dense)
         return bags
-
-    def _plans_made_ahead(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan | PairPlan]:
-        """Return the plans that `plan_ahead` made for a batch; empty if it made none."""
-        if torch.compiler.is_compiling() or not hasattr(features, _PLANS):
-            return {}
-        version, plans = getattr(features, _PLANS).get(self._what_plans_depend_on(), (None, {}))
-        return plans if version == _version(features.values()) else {}
-
-    def _what_plans_depend_on(self) -> Hashable:
-        """Return what distinguishes this collection's plans for a batch from those of another collection."""
-        return tuple(
-            (config.name, *config.feature_names, config.num_embeddings, table.shape.row_shape, id(table.row_order))
-            for config in self._tt_configs
-            for table in [self.tt_bag(config.name)]
-        )
 
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
         return [key for config in configs for key in self._names[config.name]]
@@ -276,7 +243,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         modules = [[self.tt_bag(config.name) for config in configs] for configs in groups.values()]
         return [_Lookup(*group, self._keys_of(group[0])) for group in zip(groups.values(), modules, strict=True)]
 
-    def _plan(self, lookup: _Lookup, batch: FeatureBatch, *, parallel: bool = True) -> LookupPlan | PairPlan:
+    def _plan(self, lookup: _Lookup, batch: FeatureBatch) -> LookupPlan | PairPlan:
         features = batch.features
         if (
             lookup.takes_pairs
@@ -288,23 +255,15 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 features.values(), features.offsets(), features.stride(), lookup.num_features, lookup.row_shapes, lookup.rows
             )
         of_tables = [[batch.ids[feature] for feature in config.feature_names] for config in lookup.configs]
-        return plan_tables(of_tables, lookup.modules, lookup.messages, parallel=parallel)
+        return plan_tables(of_tables, lookup.modules, lookup.messages)
 
-    def _look_up(
-        self,
-        lookup: _Lookup,
-        batch: FeatureBatch,
-        plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
-        slots: Slots | None = None,
-        *,
-        in_one_batch: bool = True,
-    ) -> Tensor:
+    def _look_up(self, lookup: _Lookup, batch: FeatureBatch, slots: Slots | None = None, *, in_one_batch: bool = True) -> Tensor:
         """Pool a lookup's F features, [B, F * N] or into slots; if not `is_pooled`, look up their rows, [sum of L_f, N].
 
         If not `in_one_batch`, feature f has B_f bags: [sum of B_f, N].
         """
         features, takes_all = batch.features, lookup.takes_all_of(batch.features)
-        plan = plans.get(lookup.tables) or self._plan(lookup, batch)
+        plan = self._plan(lookup, batch)
         weights = None
         if self._is_weighted:
             weights = features.weights()
@@ -386,9 +345,6 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._device
 
 
-_PLANS = "plans_made_ahead"  # attribute of features: by what plans depend on, the version of the values and the plans
-
-
 class _Lookup:
     """Tables that share a lookup, and what all batches need of them."""
 
@@ -408,11 +364,6 @@ class _Lookup:
     def takes_all_of(self, features: KeyedJaggedTensor) -> bool:
         """Whether these are all features of a batch, in its order."""
         return self.features == features.keys()
-
-
-def _version(values: Tensor) -> int | None:
-    """Return a number that changes with the values."""
-    return None if values.is_inference() else values._version
 
 
 def _tt_bag(config: TTEmbeddingBagConfig, device: torch.device) -> TTEmbeddingBag:

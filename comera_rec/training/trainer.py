@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import platform
 import statistics
 import time
@@ -27,7 +26,6 @@ from comera_rec.distributed import WORLD, join_launched
 from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import bytes_outside
-from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint, save_checkpoint
 from comera_rec.training.config import RunConfig
 from comera_rec.training.evaluation import BestSoFar, evaluate
@@ -88,15 +86,6 @@ class Trainer:
         self.model, self.module, self.optimizer = self.state.model, self.state.module, self.state.optimizer
         if self._updates_in_backward():
             update_in_backward_(self.module, self.optimizer)
-        # Where torch's threads take all cores, another thread costs more than it saves.
-        if self.device.type == "cpu" and not WORLD.several and torch.get_num_threads() < len(os.sched_getaffinity(0)):
-            collections = [module for module in self.module.modules() if isinstance(module, TTEmbeddingBagCollection)]
-
-            def plan_ahead(batch: Batch) -> None:
-                for collection in collections:
-                    collection.plan_ahead(batch.sparse)
-
-            self.loader.prepare = plan_ahead
         self.scheduler = None
         if config.ranks:
             whole = whole_model(config, self.schema, self.module)

@@ -267,20 +267,6 @@ def test_invalid_collections_are_refused(make: Callable[[], list[EmbeddingBagCon
         TTEmbeddingBagCollection(make())
 
 
-def test_a_plan_made_ahead_serves_only_its_ids_and_tables(random_jagged: MakeJagged) -> None:
-    tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"], tt_ranks=3)]
-    collection = TTEmbeddingBagCollection(tables)
-    other = TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4), table("b", ["g"], rows=211, tt_ranks=3)])
-    features = random_jagged(limits(tables), 5)
-    for each in (collection, other):
-        expected = each(features).values()
-        collection.plan_ahead(features)
-        assert torch.equal(each(features).values(), expected)
-    features.values().copy_(features.values().flip(0).clamp(max=100))
-    again = KeyedJaggedTensor(keys=features.keys(), values=features.values().clone(), lengths=features.lengths())
-    assert torch.equal(collection(features).values(), collection(again).values())
-
-
 @pytest.mark.parametrize("pooled", [True, False])
 def test_state_dicts_of_torchrecs_collections_load_dense_tables_and_name_tt_ones(pooled: bool) -> None:
     config: Any = EmbeddingBagConfig if pooled else EmbeddingConfig

@@ -12,7 +12,7 @@ from torchrec import KeyedTensor
 from torchrec.models.dlrm import InteractionArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
-from comera_rec.ops import interact, interact_features
+from comera_rec.ops import interact
 from comera_rec.ops.interaction import pairwise_products
 from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, stack_features
 
@@ -65,16 +65,9 @@ def test_results_do_not_depend_on_threads(on_threads: Callable) -> None:
     assert torch.equal(one, three)
 
 
-def test_features_may_be_one_tensor() -> None:
-    dense, rows = inputs(40, 5, 24, torch.float32)
-    expected = interact(dense, rows, torch.triu_indices(6, 6, offset=1))
-    assert torch.equal(interact_features(torch.cat([dense.unsqueeze(1), rows], dim=1).detach()), expected)
-
-
 def test_the_registrations_follow_torch_librarys_rules() -> None:
     lead, rows = torch.randn(5, 4), torch.randn(5, 3, 4)
     torch.library.opcheck(torch.ops.comera_rec.interact.default, (lead, rows))
-    torch.library.opcheck(torch.ops.comera_rec.interact_features.default, (torch.cat([lead.unsqueeze(1), rows], dim=1),))
     torch.library.opcheck(torch.ops.comera_rec.interact_backward.default, (torch.randn(5, 10), lead, rows))
 
 
@@ -88,7 +81,6 @@ ONES = torch.ones(2, 4)
         (lambda ops: ops.interact(ONES.double(), torch.ones(2, 1, 4)), "lead is not float32: convert it"),
         (lambda ops: ops.interact(ONES, torch.ones(2, 1, 4).double()), "rows is not float32 on CPU: convert it, or move it"),
         (lambda ops: ops.interact(ONES, torch.ones(2, 4, 3).mT), "rows has rows apart from each other: copy it"),
-        (lambda ops: interact_features(ONES), r"features has shape \(2, 4\): give \(B, F, N\)"),
         (
             lambda ops: ops.interact_backward(torch.ones(2, 6), ONES, torch.ones(2, 1, 4)),
             "but there are 2 samples with 5 outputs each",

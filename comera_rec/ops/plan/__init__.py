@@ -55,7 +55,6 @@ def plan_lookup(
     num_embeddings: Sequence[int] | None = None,
     *,
     impl: str = "auto",
-    parallel: bool = True,
 ) -> LookupPlan | PairPlan:
     """Find the unique rows of a batch over several tables, and their unique leading and trailing halves.
 
@@ -65,8 +64,6 @@ def plan_lookup(
         num_embeddings: rows of each table; default m_1...m_d.
         impl: "cpu", which checks ids; "reference", which doesn't; or "triton", a `PairPlan` for tables of two cores on a GPU, which
             checks them there. "auto" is "cpu" for tables of two to four cores on CPU.
-        parallel: whether to use torch's threads (on CPU). Give False in a thread that runs beside the training thread: two teams of
-            threads on the same cores wait for each other ten times as long as the work takes.
 
     Returns:
         The plan for the ids of all tables, flattened and concatenated.
@@ -83,6 +80,6 @@ def plan_lookup(
         return plan_pairs([table.flatten() for table in ids], row_shapes, num_embeddings)
     if order > 1 and impl in ("auto", "cpu") and ids[0].device.type in ("cpu", "meta"):
         return LookupPlan(
-            *ops.plan_lookup([table.contiguous() for table in ids], num_embeddings, [m for s in row_shapes for m in s], parallel)
+            *ops.plan_lookup([table.contiguous() for table in ids], num_embeddings, [m for s in row_shapes for m in s])
         )
     return LookupPlan(*reference.plan_lookup([table.flatten() for table in ids], row_shapes))
