@@ -14,6 +14,8 @@ from data_pipeline.cooccurrence import cooccurrence_vectors
 from data_pipeline.errors import UserError
 from data_pipeline.similarity import similarity_order as order_of_vectors
 
+_MOST = np.iinfo(np.int32).max
+
 
 class SimilarityOrder(NamedTuple):
     """An order of a feature's M ids.
@@ -43,7 +45,7 @@ def similarity_order(batches: Iterable[KeyedJaggedTensor], num_embeddings: Mappi
         num_embeddings: by feature, the number of ids. Features that it doesn't name are ignored.
 
     Raises:
-        ValueError: a batch lacks a feature, or has an id that is out of range.
+        ValueError: a batch lacks a feature, or has an id that is out of range; more than 2^31 - 1 ids.
 
     Returns:
         By feature, its positions and vectors.
@@ -56,6 +58,8 @@ def similarity_order(batches: Iterable[KeyedJaggedTensor], num_embeddings: Mappi
     (True, torch.Size([100, 32]))
     """
     sizes = np.array(list(num_embeddings.values()), np.int64)
+    if sizes.sum() > _MOST:
+        raise UserError(f"the features have {sizes.sum():,} ids together: name fewer, with at most {_MOST:,}")
     firsts = np.cumsum(sizes) - sizes
     numbers, lengths = [], []
     for batch in batches:
@@ -76,6 +80,8 @@ def similarity_order(batches: Iterable[KeyedJaggedTensor], num_embeddings: Mappi
         numbers.append(np.concatenate(number_of)[order])
         lengths.append(np.bincount(np.concatenate(sample_of), minlength=samples))
     values = np.concatenate([np.empty(0, np.int32), *numbers])
+    if len(values) > _MOST:
+        raise UserError(f"the batches have {len(values):,} ids of these features: give at most {_MOST:,}; fewer are enough")
     ends = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int32)
     vectors, counts = cooccurrence_vectors(values, ends, int(sizes.sum())), np.bincount(values, minlength=sizes.sum())
     orders = {}

@@ -158,7 +158,10 @@ def write_package(
         expected = {count: _outputs(model, batch) for count, batch in batches.items()}
         served, called = serving_copy(model, batches[rows], form, dtype)
         flat = _FlatModel(served, arguments)
-        if dtype != "float32":  # the copy's rounded tables are what was asked for
+        if dtype != "float32":  # what isn't rounded must be the model's; then rounded tables are what was asked for
+            exact = _FlatModel(serving_copy(model, batches[rows], form, "float32")[0], arguments)
+            for count, tensors in flat_batches.items():
+                _require_same(expected[count], exact(*tensors), count)
             expected = {count: dict(zip(expected[rows], flat(*tensors), strict=True)) for count, tensors in flat_batches.items()}
         program = _captured(flat, flat_batches[2 * rows], inputs, form)
     given = [leaf for _, leaf in leaves(batches[rows])]

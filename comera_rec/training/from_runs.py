@@ -44,13 +44,13 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
     schema = Schema.from_dict(checkpoint.record["schema"])
     if config.model != parse_config(checkpoint.record["config"]).model:
         raise UserError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
+    require_data(dense, schema, config.data.path, Schema.from_manifest(read_manifest(config.data.path)))
     model = build_model(config, schema)
     dense_weights = {name.removeprefix("model/"): value for name, value in _read(checkpoint, "model/").items()}
     sums = _read(checkpoint, "tables/", "/momentum1")
     importance = {name.removeprefix("tables/").removesuffix("/momentum1"): value for name, value in sums.items()}
     copy_weights_(model, dense_weights, _table_budget(config, schema), importance)
     trainer = Trainer(config, model)
-    require_data(dense, schema, config.data.path, trainer.schema)
     trainer.save()
     return trainer
 

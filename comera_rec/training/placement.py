@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from comera_rec.training.model import Schema, build_model, build_optimizer, fuse
 from comera_rec.training.start import StartingVectors
 from comera_rec.training.state import TrainingState
 from data_pipeline.errors import UserError
+
+_CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # cgroups 2, 1
 
 
 def place(
@@ -109,7 +113,13 @@ def _room(device: torch.device, processes_of_host: int) -> dict[str, int]:
     """Return the bytes of memory that a process may use, by the planner's names."""
     if device.type == "cuda":
         return {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
-    return {"ddr_cap": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes_of_host}
+    return {"ddr_cap": host_memory() // processes_of_host}
+
+
+def host_memory(limits: Sequence[Path] = _CONTAINER_LIMITS) -> int:
+    """Return the bytes of memory of this host, or of the container that limits it."""
+    set_limits = [int(text) for path in limits if path.is_file() and (text := path.read_text().strip()).isdigit()]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *set_limits])
 
 
 def device_of(name: str) -> torch.device:

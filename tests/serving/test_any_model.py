@@ -183,6 +183,10 @@ def random(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTen
     return dense + torch.rand(dense.shape[0], 1)
 
 
+def of_this_class(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    return tables(sparse).values() * (1 + isinstance(tables, cr.TTEmbeddingBagCollection))
+
+
 def pooled(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
     return tables(sparse).values()
 
@@ -207,6 +211,7 @@ THREE_ROWS = KeyedJaggedTensor(["user"], torch.arange(3), lengths=torch.ones(3, 
         (branches, given(), {}, "the model can't be captured: "),
         (sums, given(), {}, "a package can't call fbgemm.segment_sum_csr.default (in the model)"),
         (random, given(), {}, "output of the package differs by "),
+        (of_this_class, given(), {"dtype": "int8"}, "output of the package differs by "),
         (pooled, given(), {"form": "slow"}, "form is 'slow': choose 'portable' or 'fast'"),
         (pooled, given(), {"dtype": "int4"}, "dtype is 'int4': choose one of 'float32', 'bfloat16', 'int8'"),
     ],

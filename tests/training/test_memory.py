@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.training.memory import PeakMemory
 from comera_rec.training.model import fuse_dense_tables_
+from comera_rec.training.placement import host_memory
 
 CPU = torch.device("cpu")
 
@@ -71,3 +73,12 @@ def test_tables_on_the_meta_device_are_initialized_in_place() -> None:
     bound = 500_000**-0.5  # of a uniform distribution
     assert 0.999 * bound < weight.abs().max() <= bound
     assert abs(weight.std() * 3**0.5 / bound - 1) < 0.01
+
+
+def test_a_container_limits_the_memory_of_its_host(tmp_path: Path) -> None:
+    unlimited, limit = tmp_path / "memory.max", tmp_path / "limit_in_bytes"
+    unlimited.write_text("max\n")
+    whole = host_memory([unlimited, tmp_path / "missing"])
+    assert whole > 1 << 28
+    limit.write_text(f"{whole // 2}\n")
+    assert host_memory([unlimited, limit]) == whole // 2
