@@ -27,11 +27,13 @@ from data_pipeline.passes import Key, work_on_parts
 from data_pipeline.runs import Counted
 from data_pipeline.shards import Encoder
 from data_pipeline.similarity import similarity_order
+from data_pipeline.splits import in_pieces
 from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import write_vocabulary
 
 _MOST_CELLS = 1 << 25
 _BYTES_PER_CELL, _BYTES_PER_VALUE = 16, 768  # of memory while vectors are computed and ordered
+_PIECE_CELLS = 1 << 20  # ids at once, which take some 70 bytes each
 _Sample = tuple[np.ndarray, np.ndarray]  # the values of rows, concatenated, and how many each row has
 
 
@@ -88,11 +90,11 @@ def _sample(job: Job, parts: Sequence[PartCounts], encoder: Encoder, sizes: np.n
 
 
 def _sample_part(encoder: Encoder, sampling: _Sampling, job: Job, part: Part, first_row: int) -> tuple[Key, _Sample]:
-    """Sample a part's rows, up to the block that reaches the most values, as lists may hold more than the columns promise."""
-    values, lengths, room, firsts = [], [], sampling.most, np.cumsum(sampling.sizes) - sampling.sizes
-    for parsed in job.blocks(part):
-        rows = job.rows_by_split(part, parsed, first_row)["train"]
-        first_row += parsed.rows
+    """Sample a part's rows, up to the piece that reaches the most values, as lists may hold more than the columns promise."""
+    parsed = job.parse(part)
+    values, lengths = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+    room, firsts = sampling.most, np.cumsum(sampling.sizes) - sampling.sizes
+    for rows in in_pieces(job.rows_by_split(part, parsed, first_row)["train"], parsed.rows_in(_PIECE_CELLS)):
         _, ids, counts = flatten(encoder, parsed, rows)
         cell_of = np.repeat(np.arange(len(counts)), counts)
         column, row = np.divmod(cell_of, max(1, len(counts) // len(firsts)))

@@ -52,8 +52,14 @@ class Parsed:
     def rows(self) -> int:
         return len(self.starts)
 
+    def rows_in(self, cells: int) -> int:
+        """Return how many rows have about so many cells and elements of lists, but at least 1."""
+        columns = (len(self.labels), len(self.integers), len(self.keys), len(self.list_ends))
+        all_cells = sum(columns) * self.rows + sum(map(len, self.list_keys))
+        return max(1, cells * self.rows // max(1, all_cells))
 
-def count_cells(text: np.ndarray, schema: LogSchema) -> tuple[int, int]:
+
+def _count_cells(text: np.ndarray, schema: LogSchema) -> tuple[int, int]:
     """Return the number of lines of a text, and the most list elements that any of its columns can have."""
     separators = {ord(column.separator) for column in schema.columns if column.kind == "list"}
     lines, *elements = (_count(text, byte) for byte in (ord("\n"), *separators))
@@ -65,21 +71,9 @@ def _count(text: np.ndarray, byte: int) -> int:
     return sum(int(np.count_nonzero(text[begin : begin + _PIECE] == byte)) for begin in range(0, len(text), _PIECE))
 
 
-def array_bytes(schema: LogSchema, lines: int, elements: int) -> int:
-    """Return the most bytes of the arrays that lines are parsed into."""
-    numbers = schema.number_dtype.itemsize + (4 if schema.number_dtype != np.int32 else 0)  # parsed as int32, then converted
-    cells = (1, numbers + 1, schema.key_dtype.itemsize + 1, 8, 8)  # bytes per line of the arrays that `counts` counts
-    counts = (len(schema.labels), len(schema.integers), len(schema.singles), len(schema.lists), 1)
-    return lines * sum(size * count for size, count in zip(cells, counts, strict=True)) + 8 * elements * len(schema.lists)
-
-
-def parse(text: np.ndarray, schema: LogSchema, counts: tuple[int, int] | None = None) -> Parsed:
-    """Parse the bytes of whole lines, each ending with a newline (\\n or \\r\\n).
-
-    Args:
-        counts: what `count_cells` returns, if the caller has counted already.
-    """
-    lines, elements = counts or count_cells(text, schema)
+def parse(text: np.ndarray, schema: LogSchema) -> Parsed:
+    """Parse the bytes of whole lines, each ending with a newline (\\n or \\r\\n)."""
+    lines, elements = _count_cells(text, schema)
     integers, singles, lists = len(schema.integers), len(schema.singles), len(schema.lists)
     arrays: dict[str, np.ndarray] = {
         "labels": np.empty((len(schema.labels), lines), np.int8),
@@ -130,8 +124,12 @@ def truncate_lists(parsed: Parsed, schema: LogSchema) -> Parsed:
 
 def list_elements(parsed: Parsed, column: int, rows: slice | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return a list column's elements in the given rows, concatenated, and the length of each row's list."""
-    ends = parsed.list_ends[column]
+    keys, ends = parsed.list_keys[column], parsed.list_ends[column]
     lengths = np.diff(ends, prepend=0)
+    if isinstance(rows, slice):
+        begin = rows.indices(len(ends))[0]
+        first = ends[begin - 1] if begin else 0
+        return keys[first : first + lengths[rows].sum()], lengths[rows]
     chosen = np.zeros(len(ends), np.bool_)
     chosen[rows] = True
-    return parsed.list_keys[column][np.repeat(chosen, lengths)], lengths[rows]
+    return keys[np.repeat(chosen, lengths)], lengths[rows]

@@ -343,7 +343,8 @@ def plan(metadata: pq.FileMetaData, part_bytes: int) -> list[Slice]:
 
 
 def _size(group: pq.RowGroupMetaData) -> int:
-    return max(group.total_byte_size, group.num_rows * group.num_columns * _LEAST_CELL_BYTES)
+    cells = sum(group.column(column).num_values for column in range(group.num_columns))  # a list has one for each element
+    return max(group.total_byte_size, cells * _LEAST_CELL_BYTES)
 
 
 def largest_group(log: Source) -> int:
@@ -369,7 +370,8 @@ def _read_slices(
             unskipped = [(number, part) for number, part in numbered if not skip(number)]
             if not unskipped:
                 continue
-            batches = file.iter_batches(_BATCH_ROWS, row_groups=list(groups), columns=names, use_threads=False)
+            most = min(_BATCH_ROWS, unskipped[0][1].rows)
+            batches = file.iter_batches(most, row_groups=list(groups), columns=names, use_threads=False)
             decoded, position = pa.table({}), 0  # the groups' rows from `position` on
             for number, part in unskipped:
                 while position + len(decoded) < part.skipped + part.rows:

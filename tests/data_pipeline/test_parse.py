@@ -17,7 +17,6 @@ from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed, parse
 from data_pipeline.reference import Cell, Malformed, hashed_id, parse_line
 from data_pipeline.schema import Column, LogSchema, criteo_schema, detect_criteo_schema
-from data_pipeline.tables import text_blocks
 
 CRITEO = criteo_schema(labeled=True)
 OTHER = LogSchema(
@@ -81,11 +80,6 @@ def assert_equals_reference(text: bytes, schema: LogSchema) -> None:
     assert [cells_of(parsed, schema, row) for row in range(parsed.rows)] == expected
     assert parsed.starts.tolist() == starts
     assert (parsed.lines, parsed.rejected, parsed.reasons) == (lines, len(rejected), tuple(rejected[:REASONS_KEPT]))
-    blocks = list(text_blocks(text, schema, None, block_bytes=500))
-    assert [cells_of(block, schema, row) for block in blocks for row in range(block.rows)] == expected
-    assert [start for block in blocks for start in block.starts.tolist()] == starts
-    assert (sum(block.lines for block in blocks), sum(block.rejected for block in blocks)) == (lines, len(rejected))
-    assert [reason for block in blocks for reason in block.reasons] == rejected or len(rejected) > REASONS_KEPT
 
 
 NUMBERS = st.one_of(
