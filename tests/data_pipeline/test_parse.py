@@ -150,7 +150,7 @@ def test_a_part_alone_is_read_without_the_others(tmp_path: Path, monkeypatch: py
             positions.append(position)
             return super().seek(position, *whence)
 
-    monkeypatch.setattr(parts, "open_log", Watched)
+    monkeypatch.setattr(parts, "open_log", lambda log, streamed=False: Watched(log))
     [part] = parts.read_parts(0, log, part_bytes=160, skip=(50).__ne__)
     assert (part.start, part.content) == (8000, log.read_bytes()[8000:8160])
     assert len(positions) <= 4
