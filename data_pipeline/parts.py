@@ -25,9 +25,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
-from data_pipeline.schema import LogSchema, criteo_schema, detect_criteo_schema
+from data_pipeline.schema import LABEL, LogSchema, criteo_schema, detect_criteo_schema
 from data_pipeline.sources import Source, empty, identify_log, open_log, unreadable
 from data_pipeline.tables import Layout, json_types, read_names
 
