@@ -278,7 +278,8 @@ int64_t parse(Array<const Byte> text, const Schema& schema, const Columns<Key>& 
 // Returns the number of lines of a text, and adds those of elements in each list column to `counts`.
 EXPORTED int64_t count_cells(Array<const Byte> text, const Schema* schema, Array<int64_t> counts) {
   Parser<uint32_t> parser(text, *schema, {});
-  if (!ends_with_newline(text) || counts.size != parser.lists() || schema->separators.size != schema->kinds.size) return kWrongSizes;
+  const bool fits = counts.size == parser.lists() && schema->separators.size == schema->kinds.size;
+  if (!ends_with_newline(text) || !fits) return kWrongSizes;
   int64_t number = 0;
   for (const Byte* cursor = text.data; cursor != text.data + text.size; ++number) {
     const Line line = {number, cursor, find_newline(cursor, text.data + text.size)};
