@@ -28,7 +28,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.job import Job, open_job
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
 from data_pipeline.options import PassOptions
-from data_pipeline.parts import Part, count_parts, largest_group
+from data_pipeline.parts import Part, count_parts
 from data_pipeline.passes import PartRecord, part_name, pass_over
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.shards import Encoder
@@ -101,7 +101,7 @@ def apply(
 
 
 def _as_logs(options: ApplyOptions, manifest: Manifest, folder: Path) -> tuple[ApplyOptions, LogSchema]:
-    """Return options that name the shards of the split as logs, whose parts are row groups, and a schema that reads all columns."""
+    """Return options that name the shards of the split as logs, and a schema that reads all columns."""
     if options.split not in manifest.splits:
         raise UserError(f"`split` is {options.split!r}; choose one of {', '.join(manifest.splits)}")
     shards = tuple(folder / shard.path for shard in manifest.splits[options.split].shards)
@@ -110,7 +110,7 @@ def _as_logs(options: ApplyOptions, manifest: Manifest, folder: Path) -> tuple[A
     check_shards(manifest, folder)
     columns: tuple[Any, ...] = (*manifest.labels, *manifest.integer_columns, *manifest.categorical_columns)
     schema = LogSchema(columns=tuple(Column(name=column.name, kind="category") for column in columns))
-    return replace(options, inputs=shards, part_bytes=max(map(largest_group, shards))), schema
+    return replace(options, inputs=shards), schema
 
 
 def _apply_to_lines(function: Function, encoder: Encoder, job: Job, part: Part, _: None) -> PartRecord:

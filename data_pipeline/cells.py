@@ -249,7 +249,7 @@ def _read_texts(array: pa.Array) -> _Cells:
 
 
 def _read_lists(array: pa.Array, column: Column) -> _Cells:
-    if not is_list(array.type):
+    if not _is_list(array.type):
         text = (array if _is_text(array.type) else array.cast(pa.large_string())).cast(pa.large_binary())
         array = pc.if_else(pc.equal(pc.binary_length(text), 0), None, pc.split_pattern(text, column.separator))
     array = array.cast(pa.large_list(array.type.value_type))
@@ -268,7 +268,7 @@ def _is_text(arrow_type: pa.DataType) -> bool:
     return any(is_type(arrow_type) for is_type in (*texts, *bytes_))
 
 
-def is_list(arrow_type: pa.DataType) -> bool:
+def _is_list(arrow_type: pa.DataType) -> bool:
     """Whether an array of this type holds lists."""
     return any(is_type(arrow_type) for is_type in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 

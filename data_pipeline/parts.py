@@ -311,12 +311,6 @@ def _size(group: pq.RowGroupMetaData) -> int:
     return max(group.total_byte_size, cells * _LEAST_CELL_BYTES)
 
 
-def largest_group(log: Source) -> int:
-    """Return the bytes of a log's largest row group: parts of this size are single groups, unless smaller ones fit in one."""
-    metadata = _read_metadata(log)
-    return max((_size(metadata.row_group(number)) for number in range(metadata.num_row_groups)), default=1)
-
-
 def _read_metadata(log: Source) -> pq.FileMetaData:
     """Read a log's Parquet metadata."""
     with open_log(log) as file:
