@@ -249,3 +249,5 @@ def test_parts_of_parquet(tmp_path: Path) -> None:
                 cut = list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False, columns={"b"}))
                 assert pa.concat_tables([part.content for part in cut]).equals(table.select(["b"]))
                 assert [part.last for part in cut] == [False] * (count_parts(log, part_bytes) - 1) + [True]
+    pq.write_table(pa.table({"tags": [[n % 3] * 500 for n in range(1000)]}), tmp_path / "log.parquet")
+    assert len(plan(pq.read_metadata(tmp_path / "log.parquet"), 1 << 20)) == 4, "elements count, however few bytes encode them"

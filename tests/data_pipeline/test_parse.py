@@ -130,6 +130,16 @@ def test_every_byte_at_every_position(kind: str) -> None:
     assert_equals_reference(b"".join(b"x\t" + cell + b"\n" for cell in cells + odd), last)
 
 
+def test_room_for_lists_is_exact() -> None:
+    """One long list among many columns doesn't make room in all of them."""
+    schema = LogSchema(columns=tuple(Column(name=f"c{number}", kind="list") for number in range(50)))
+    text = b"\t".join([b"|".join([b"a"] * 1000)] + [b"b"] * 49) + b"\n"
+    assert_equals_reference(text * 3, schema)
+    room = parse(on_the_heap(text * 3), schema).list_keys[0].base
+    assert room is not None
+    assert room.size == 3 * (1000 + 49)
+
+
 def test_text_without_an_end_is_refused() -> None:
     with pytest.raises(RuntimeError, match="the sizes of the arrays don't fit each other"):
         parse(on_the_heap(GOOD), CRITEO)
