@@ -19,10 +19,11 @@ from data_pipeline.splits import SplitKind, Splitting
 _MIB = 1 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": _MIB, "G": 1 << 30, "T": 1 << 40}
 # Memory of a run before it holds any part: Python, NumPy, Arrow and compiled kernels.
-_BASE_BYTES = 256 * _MIB
-# Memory of a worker: a row group while it is written, and for each byte of a part its text, that of the next one, and arrays.
+_BASE_BYTES = 224 * _MIB
+# Memory of a worker: a row group while it is written, and for each byte of a part its text, that of the next one, and arrays,
+# which are largest if most cells are empty.
 _WORKER_BYTES = 32 * _MIB
-_BYTES_PER_TEXT = 14
+_BYTES_PER_TEXT = 16
 _LEAST_TABLE_BYTES = 96 * _MIB
 _BYTES_PER_MERGED_ENTRY = 64
 
