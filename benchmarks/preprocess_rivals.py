@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from data_pipeline.columns import CATEGORIES, INTEGERS
 from data_pipeline.manifest import Order
 from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import CATEGORIES, INTEGERS
 
 _ROWS_AT_A_TIME = 250_000
 MEMORY_LIMIT = 1 << 30

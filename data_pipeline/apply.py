@@ -28,15 +28,14 @@ from data_pipeline.errors import UserError
 from data_pipeline.job import Job, open_job
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
 from data_pipeline.options import PassOptions
-from data_pipeline.parts import Part, count_parts, largest_group
+from data_pipeline.parts import Part, count_parts
 from data_pipeline.passes import PartRecord, part_name, pass_over
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.shards import Encoder
-from data_pipeline.splits import Splitting
+from data_pipeline.splits import Splitting, in_pieces
 from data_pipeline.work import Tell
 
 BATCH_ROWS = 512  # few enough to fit the caches, enough to amortize a call
-PART_BYTES = 16 << 20
 Function = Callable[[Iterable[Flat]], Mapping[str, np.ndarray]]
 """Takes batches of consecutive rows, and returns columns with one element for each."""
 
@@ -49,12 +48,10 @@ class ApplyOptions(PassOptions):
         inputs: a log, or the folder of a data set.
         data: folder of the data set whose vocabularies encode a log.
         split: the split of a data set.
-        part_bytes: bytes of a part of a log.
     """
 
     data: Path | None = None
     split: str = "test"
-    part_bytes: int = PART_BYTES
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,7 +101,7 @@ def apply(
 
 
 def _as_logs(options: ApplyOptions, manifest: Manifest, folder: Path) -> tuple[ApplyOptions, LogSchema]:
-    """Return options that name the shards of the split as logs, whose parts are row groups, and a schema that reads all columns."""
+    """Return options that name the shards of the split as logs, and a schema that reads all columns."""
     if options.split not in manifest.splits:
         raise UserError(f"`split` is {options.split!r}; choose one of {', '.join(manifest.splits)}")
     shards = tuple(folder / shard.path for shard in manifest.splits[options.split].shards)
@@ -113,28 +110,18 @@ def _as_logs(options: ApplyOptions, manifest: Manifest, folder: Path) -> tuple[A
     check_shards(manifest, folder)
     columns: tuple[Any, ...] = (*manifest.labels, *manifest.integer_columns, *manifest.categorical_columns)
     schema = LogSchema(columns=tuple(Column(name=column.name, kind="category") for column in columns))
-    return replace(options, inputs=shards, part_bytes=max(map(largest_group, shards))), schema
+    return replace(options, inputs=shards), schema
 
 
 def _apply_to_lines(function: Function, encoder: Encoder, job: Job, part: Part, _: None) -> PartRecord:
-    starts, labels = [np.empty(0, np.int64)], [np.empty((len(job.schema.labels), 0), np.int8)]
-    record = PartRecord.of(part)
-
-    def batches() -> Iterator[Flat]:
-        for parsed in job.blocks(part):
-            starts.append(parsed.starts)
-            labels.append(parsed.labels)
-            record.add(parsed)
-            yield from (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS))
-
-    columns = function(batches())
-    line = np.concatenate(starts) - part.start
+    parsed = job.parse(part)
+    columns = function(flatten(encoder, parsed, rows) for rows in in_pieces(slice(0, parsed.rows), BATCH_ROWS))
+    line = parsed.starts - part.start
     if isinstance(part.content, bytes):
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
         line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
-    by_label = dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))
-    _save(job, part, {"line": line, **columns, **by_label})
-    return record
+    _save(job, part, {"line": line, **columns, **dict(zip(job.schema.labels, parsed.labels, strict=True))})
+    return PartRecord.of(part, parsed)
 
 
 def _apply_to_rows(function: Function, manifest: Manifest, job: Job, part: Part, _: None) -> PartRecord:

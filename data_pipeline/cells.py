@@ -8,11 +8,10 @@ Letters: n rows of a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -54,7 +53,7 @@ class _Cells:
     lengths: np.ndarray | None = None
 
 
-def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) -> tuple[Parsed, np.ndarray]:
+def to_parsed(columns: Mapping[str, pa.Array | pa.ChunkedArray], schema: LogSchema, *, rows: int) -> tuple[Parsed, np.ndarray]:
     """Read cells, and find the well-formed rows.
 
     Args:
@@ -67,43 +66,56 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
     Raises:
         ValueError: a column has a type that can't be read as its kind.
     """
-    cells = {
-        column.name: _read(columns[column.name], column, schema.missing) for column in schema.columns if column.kind != "ignore"
-    }
-    good = ~np.any([np.zeros(rows, np.bool_), *(column.bad for column in cells.values())], axis=0)
-    reasons = []
+    arrays: dict[str, np.ndarray] = {}
+    goals: dict[str, list[tuple[str, np.ndarray]]] = {column.name: [] for column in schema.columns}
+    for name, what, names, dtype in (
+        ("labels", "values", schema.of_kind("label"), np.dtype(np.int8)),
+        ("integers", "values", schema.integers, schema.number_dtype),
+        ("integer_missing", "missing", schema.integers, np.dtype(np.bool_)),
+        ("keys", "values", schema.singles, schema.key_dtype),
+        ("key_missing", "missing", schema.singles, np.dtype(np.bool_)),
+        ("list_ends", "lengths", schema.lists, np.dtype(np.int64)),
+        ("times", "values", schema.of_kind("time"), np.dtype(np.float64)),
+        ("weights", "values", schema.of_kind("weight"), np.dtype(np.float32)),
+    ):
+        arrays[name] = np.empty((len(names), rows), dtype)
+        for column_name, row in zip(names, arrays[name], strict=True):
+            goals[column_name].append((what, row))
+    used, lists = [column for column in schema.columns if column.kind != "ignore"], list[tuple[np.ndarray, np.ndarray]]()
+    bad: dict[str, np.ndarray] = {}
+    for column in used:  # one at a time, to bound memory
+        cells = _read(columns[column.name], column, schema.missing)
+        for what, row in goals[column.name]:
+            row[:] = getattr(cells, what)
+        lists += [(cells.values, cells.lengths)] if cells.lengths is not None else []
+        bad |= {column.name: cells.bad} if cells.bad.any() else {}
+    good = ~np.any([np.zeros(rows, np.bool_), *bad.values()], axis=0)
+    count, reasons = int(good.sum()), []
     for row in np.flatnonzero(~good)[:REASONS_KEPT].tolist():
-        column = next(column for column in schema.columns if column.name in cells and cells[column.name].bad[row])
+        column = next(column for column in used if column.name in bad and bad[column.name][row])
         cell = _as_text(columns[column.name][row].as_py(), column)
         reasons.append((row, mismatch(cell, column, _EXPECTED[column.kind])))
-    count, chosen = int(good.sum()), slice(None) if good.all() else good
-
-    def stack(names: Sequence[str], what: str, dtype: npt.DTypeLike) -> np.ndarray:
-        stacked = np.empty((len(names), count), dtype)
-        for row, name in zip(stacked, names, strict=True):
-            row[:] = getattr(cells[name], what)[chosen]
-        return stacked
-
-    times = schema.of_kind("time")
+    for row in (row for array in arrays.values() for row in array) if bad else ():
+        row[:count] = row[good]
+    kept = {name: array[:, :count] for name, array in arrays.items()}
+    ends, times, weights = (kept.pop(name) for name in ("list_ends", "times", "weights"))
     parsed = Parsed(
-        labels=stack(schema.of_kind("label"), "values", np.int8),
-        integers=stack(schema.integers, "values", schema.number_dtype),
-        integer_missing=stack(schema.integers, "missing", np.bool_),
-        keys=stack(schema.singles, "values", schema.key_dtype),
-        key_missing=stack(schema.singles, "missing", np.bool_),
-        list_keys=tuple(lists.values[np.repeat(good, lists.lengths)] for lists in cells.values() if lists.lengths is not None),
-        list_ends=stack(schema.lists, "lengths", np.int64).cumsum(axis=1),
+        **kept,
+        list_keys=tuple(keys[np.repeat(good, lengths)] if bad else keys for keys, lengths in lists),
+        list_ends=ends.cumsum(axis=1),
         starts=np.flatnonzero(good),
         lines=rows,
         rejected=rows - count,
         reasons=tuple(reasons),
-        times=cells[times[0]].values[chosen] if times else None,
-        weights=cells[schema.weight].values[chosen].astype(np.float32) if schema.weight else None,
+        times=times[0] if len(times) else None,
+        weights=weights[0] if len(weights) else None,
     )
     return parsed, good
 
 
-def _read(array: pa.Array, column: Column, missing: tuple[str, ...] = ()) -> _Cells:
+def _read(array: pa.Array | pa.ChunkedArray, column: Column, missing: tuple[str, ...] = ()) -> _Cells:
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
     if isinstance(array, pa.UuidArray):
         array = pa.array([None if uuid is None else str(uuid) for uuid in array.to_pylist()], pa.large_string())
     if pa.types.is_dictionary(array.type):
@@ -237,7 +249,7 @@ def _read_texts(array: pa.Array) -> _Cells:
 
 
 def _read_lists(array: pa.Array, column: Column) -> _Cells:
-    if not is_list(array.type):
+    if not _is_list(array.type):
         text = (array if _is_text(array.type) else array.cast(pa.large_string())).cast(pa.large_binary())
         array = pc.if_else(pc.equal(pc.binary_length(text), 0), None, pc.split_pattern(text, column.separator))
     array = array.cast(pa.large_list(array.type.value_type))
@@ -256,7 +268,7 @@ def _is_text(arrow_type: pa.DataType) -> bool:
     return any(is_type(arrow_type) for is_type in (*texts, *bytes_))
 
 
-def is_list(arrow_type: pa.DataType) -> bool:
+def _is_list(arrow_type: pa.DataType) -> bool:
     """Whether an array of this type holds lists."""
     return any(is_type(arrow_type) for is_type in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 

@@ -15,16 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.job import Job
-from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
+from data_pipeline.manifest import InputFile, RejectedLine
 from data_pipeline.parse import Parsed, list_elements
 from data_pipeline.parts import Part
 from data_pipeline.passes import PartRecord, part_name, pass_over, rejected_lines
-from data_pipeline.runs import Counter, Run
+from data_pipeline.runs import Run, count_keys, write_run
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Rows
 
 _REJECTED_LINES_KEPT = 100
-_COUNTER_BYTES = 32 << 20  # more than the keys of one part of Criteo's logs, so these are counted at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,59 +48,42 @@ class GroupCounts:
     runs: tuple[Run, ...]
 
 
-class GroupCounter:
-    """Adds up the counts of the chosen rows of every block of a part.
+def count_group(path: Path, parsed: Parsed, rows: Rows, schema: LogSchema, counted: Collection[int]) -> GroupCounts:
+    """Count the chosen rows of a part.
 
     Args:
-        path: name prefix of the runs to write.
+        path: of the run of values to write, without suffix.
         counted: numbers of the categorical columns whose values to count.
     """
+    size, singles = len(parsed.starts[rows]), len(parsed.keys)
+    numbers = zip(parsed.integers, parsed.integer_missing, strict=True)
+    missing = [int(np.count_nonzero(flags[rows])) for flags in parsed.key_missing]
+    missing += [int(np.count_nonzero(np.diff(ends, prepend=0)[rows] == 0)) for ends in parsed.list_ends]
 
-    def __init__(self, path: Path, schema: LogSchema, counted: Collection[int]) -> None:
-        self._rows = 0
-        self._integers = [IntegerCounts(missing=0, min=None, max=None)] * len(schema.integers)
-        self._missing = np.zeros(len(schema.categories), np.int64)
-        self._counted = counted
-        self._values = Counter(path, columns=len(schema.categories), key_dtype=schema.key_dtype, room=_COUNTER_BYTES)
+    def keys_of(column: int) -> np.ndarray:
+        if column < singles:
+            return parsed.keys[column][rows][~parsed.key_missing[column][rows]]
+        return list_elements(parsed, column - singles, rows)[0]
 
-    def add(self, parsed: Parsed, rows: Rows) -> None:
-        for column, (values, missing) in enumerate(zip(parsed.integers, parsed.integer_missing, strict=True)):
-            self._integers[column] = _add(self._integers[column], self._rows, values[rows], missing[rows])
-        self._rows += len(parsed.starts[rows])
-        for column, (keys, missing) in enumerate(zip(parsed.keys, parsed.key_missing, strict=True)):
-            is_missing = missing[rows]
-            self._missing[column] += np.count_nonzero(is_missing)
-            if column in self._counted:
-                self._values.add(column, keys[rows][~is_missing])
-        for number in range(len(parsed.list_ends)):
-            keys, lengths = list_elements(parsed, number, rows)
-            column = len(parsed.keys) + number
-            self._missing[column] += np.count_nonzero(lengths == 0)
-            if column in self._counted:
-                self._values.add(column, keys)
-
-    def finish(self) -> GroupCounts:
-        """Write the last run, and return all counts."""
-        return GroupCounts(
-            rows=self._rows, integers=tuple(self._integers), missing=tuple(self._missing.tolist()), runs=self._values.finish()
-        )
+    # One column is counted at a time, to bound memory. There are fewer keys than 2^32.
+    columns = ([count_keys(keys_of(column))] if column in counted else () for column in range(len(missing)))
+    return GroupCounts(
+        rows=size,
+        integers=tuple(_count_numbers(values[rows], flags[rows]) for values, flags in numbers),
+        missing=tuple(missing),
+        runs=(write_run(path, columns, count_bytes=4),) if size and counted else (),
+    )
 
 
-def _add(before: IntegerCounts, rows: int, values: np.ndarray, missing: np.ndarray) -> IntegerCounts:
-    """Add values to the counts of `rows` rows; deviations are combined as by Chan, Golub and LeVeque (1979)."""
+def _count_numbers(values: np.ndarray, missing: np.ndarray) -> IntegerCounts:
     present = values[~missing]
-    counts = replace(before, missing=before.missing + len(values) - len(present))
+    counts = IntegerCounts(missing=len(values) - len(present), min=None, max=None)
     if not len(present):
         return counts
-    ends = [end for end in (before.min, before.max) if end is not None] + [present.min().item(), present.max().item()]
-    counts = replace(counts, min=min(ends), max=max(ends))
+    counts = replace(counts, min=present.min().item(), max=present.max().item())
     if present.dtype != np.float64:
         return counts
-    total, deviations, counted = float(present.sum()), float(np.square(present - present.mean()).sum()), rows - before.missing
-    if counted:
-        mean_difference = total / len(present) - before.sum / counted
-        deviations += before.deviations + mean_difference**2 * counted * len(present) / (counted + len(present))
-    return replace(counts, sum=before.sum + total, deviations=deviations)
+    return replace(counts, sum=float(present.sum()), deviations=float(np.square(present - present.mean()).sum()))
 
 
 @dataclass(kw_only=True)
@@ -139,20 +121,17 @@ def count_logs(job: Job) -> list[PartCounts]:
 
 def _count(job: Job, part: Part, first_row: int | None) -> PartCounts:
     """Count a part, whose first row is number `first_row` of all; None if it is not known."""
-    name, drawn = part_name(part), np.zeros(len(SPLITS), np.int64)
-    name += "" if first_row is None else "-apart"
-    train, rest = (
-        GroupCounter(job.work.path / "counts" / f"{name}-{group}", job.schema, job.counted) for group in ("train", "rest")
-    )
-    record = PartRecord.of(part)
-    for parsed in job.blocks(part):
-        by_split = job.rows_by_split(part, parsed, (first_row or 0) + record.rows)
-        drawn += [len(parsed.starts[rows]) for rows in by_split.values()]
-        of_train = by_split["train"]
-        train.add(parsed, of_train)
-        rest.add(parsed, slice(of_train.stop, None) if isinstance(of_train, slice) else np.delete(np.arange(parsed.rows), of_train))
-        record.add(parsed)
-    return PartCounts(**vars(record), split_rows=tuple(drawn.tolist()), train=train.finish(), rest=rest.finish())
+    name = part_name(part) + ("" if first_row is None else "-apart")
+    parsed = job.parse(part)
+    by_split = job.rows_by_split(part, parsed, first_row or 0)
+    train = by_split["train"]
+    rest = slice(train.stop, None) if isinstance(train, slice) else np.delete(np.arange(parsed.rows), train)
+    counts = [
+        count_group(job.work.path / "counts" / f"{name}-{group}", parsed, rows, job.schema, job.counted)
+        for group, rows in (("train", train), ("rest", rest))
+    ]
+    split_rows = tuple(len(parsed.starts[rows]) for rows in by_split.values())
+    return PartCounts(**vars(PartRecord.of(part, parsed)), split_rows=split_rows, train=counts[0], rest=counts[1])
 
 
 def describe_inputs(job: Job, parts: Sequence[PartCounts]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:

@@ -20,16 +20,16 @@ import pyarrow as pa
 from data_pipeline.errors import UserError, naming_extras
 from data_pipeline.manifest import FILES, SPLITS, versions
 from data_pipeline.options import PassOptions
-from data_pipeline.parse import Parsed, truncate_lists
+from data_pipeline.parse import Parsed, parse, truncate_lists
 from data_pipeline.parts import Part, Skip, check_layout, inputs_changed, parquet_names, read_parts
 from data_pipeline.schema import LogSchema
 from data_pipeline.sources import LogIdentity, identify_log
 from data_pipeline.splits import Rows, Splitting, rows_by_position
-from data_pipeline.tables import BOM, Layout, table_blocks, text_blocks
+from data_pipeline.tables import BOM, Layout, parse_table, parse_text
 from data_pipeline.work import Tell, WorkFolder, work_folder
 
 _WAIT_SECONDS = 30
-_RECORDS = 3
+_RECORDS = 4
 """Version of the files that passes record in a work folder; a run that has others starts over."""
 
 
@@ -58,17 +58,18 @@ class Job:
         columns = {column.source for column in self.schema.columns if column.kind != "ignore"}
         return read_parts(log, self.options.inputs[log], part_bytes=self.options.part_bytes, skip=skip, columns=columns)
 
-    def blocks(self, part: Part) -> Iterator[Parsed]:
-        """Parse a part block by block, without a header line; `starts` are positions in the whole log."""
-        if isinstance(part.content, pa.Table):
-            blocks = table_blocks(part.content, self.schema)
+    def parse(self, part: Part) -> Parsed:
+        """Parse a part without its header line; `starts` are positions in the whole log."""
+        schema, content, begin = self.schema, part.content, 0
+        if isinstance(content, pa.Table):
+            parsed, _ = parse_table(content, schema)
         else:
-            begin = 0
             if not part.start:
-                begin = part.content.find(b"\n") + 1 if self.schema.header else len(BOM) * part.content.startswith(BOM)
-            blocks = text_blocks(part.content, self.schema, self._arrow_layout(part, begin), begin=begin)
-        for parsed in blocks:
-            yield truncate_lists(replace(parsed, starts=parsed.starts + part.start), self.schema)
+                begin = content.find(b"\n") + 1 if schema.header else len(BOM) * content.startswith(BOM)
+            layout = self._arrow_layout(part, begin)
+            content = content[begin:]
+            parsed = parse_text(content, schema, layout) if layout else parse(np.frombuffer(content, np.uint8), schema)
+        return truncate_lists(replace(parsed, starts=parsed.starts + (part.start + begin)), schema)
 
     def _arrow_layout(self, part: Part, begin: int) -> Layout | None:
         """Return the layout of a text that Arrow must read; None if `data_pipeline.parse` can."""
@@ -82,7 +83,7 @@ class Job:
         return 2 if self.schema.header and parquet_names(self.options.inputs[log]) is None else 1
 
     def rows_by_split(self, part: Part, parsed: Parsed, first_row: int) -> Mapping[str, Rows]:
-        """Return each split's rows of a parsed block of a part, whose first row is number `first_row` of all."""
+        """Return each split's rows of a parsed part, whose first row is number `first_row` of all."""
         splitting = self.splitting
         if not splitting.by_row:
             return rows_by_position(first_row, parsed.rows, self.bounds)

@@ -22,9 +22,8 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from data_pipeline.atomic import replacing
-from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
-from data_pipeline.schema import LogSchema, Transform
+from data_pipeline.schema import LABEL, LogSchema, Transform
 from data_pipeline.sources import Source, join, read, size_of
 
 FORMAT: Final = "comera-rec-dataset"

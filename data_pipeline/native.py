@@ -80,7 +80,7 @@ class Columns(ctypes.Structure):
     _fields_ = tuple(
         (name, Array)
         for name in (
-            "labels", "integers", "integer_missing", "keys", "key_missing", "list_keys", "list_ends", "starts",
+            "labels", "integers", "integer_missing", "keys", "key_missing", "list_keys", "list_begins", "list_ends", "starts",
             "bad_lines", "bad_starts", "bad_ends",
         )
     )  # fmt: skip
@@ -106,6 +106,7 @@ def _by_key_dtype(name: str, *arguments: Any) -> dict[np.dtype, Any]:
 
 
 parse = _by_key_dtype("parse", Array, _pointer(Schema), _pointer(Columns))
+count_cells = _function("count_cells", Array, _pointer(Schema), Array)
 read_integers, read_labels, read_hex_digits, hash_texts = (
     _function(name, *[Array] * 4) for name in ("read_integers", "read_labels", "read_hex_digits", "hash_texts")
 )

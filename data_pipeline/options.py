@@ -19,9 +19,11 @@ from data_pipeline.splits import SplitKind, Splitting
 _MIB = 1 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": _MIB, "G": 1 << 30, "T": 1 << 40}
 # Memory of a run before it holds any part: Python, NumPy, Arrow and compiled kernels.
-_BASE_BYTES = 256 * _MIB
-# Memory of a worker besides the text of its part and the next one: a parsed block, and its counts or a row group.
-_WORKER_BYTES = 128 * _MIB
+_BASE_BYTES = 224 * _MIB
+# Memory of a worker: a row group while it is written, and for each byte of a part its text, that of the next one, and arrays,
+# which are largest if most cells are empty.
+_WORKER_BYTES = 32 * _MIB
+_BYTES_PER_TEXT = 16
 _LEAST_TABLE_BYTES = 96 * _MIB
 _BYTES_PER_MERGED_ENTRY = 64
 
@@ -35,7 +37,7 @@ class PassOptions:
         output: a new or empty folder, or a file, to write.
         max_bad_rows: how many malformed lines to drop before the run stops with an error.
         overwrite: replace a finished output.
-        part_bytes: bytes of text in a part, the unit of work; a shard holds a part's rows, about 270,000 of Criteo's in 64 MiB.
+        part_bytes: bytes of text in a part, the unit of work; a shard holds a part's rows, about 70,000 of Criteo's in 16 MiB.
         memory_limit: bytes of memory to stay below; limits how many parts are processed at once, and how much of the vocabularies
             stays in memory.
         workers: the most threads to use; None for one per core.
@@ -49,7 +51,7 @@ class PassOptions:
     output: Path
     max_bad_rows: int = 0
     overwrite: bool = False
-    part_bytes: int = 64 * _MIB
+    part_bytes: int = 16 * _MIB
     memory_limit: int = 2048 * _MIB
     workers: int | None = None
     scheduler: str | None = None
@@ -94,7 +96,7 @@ class PassOptions:
 
     @property
     def _worker_bytes(self) -> int:
-        return 2 * self.part_bytes + _WORKER_BYTES
+        return _BYTES_PER_TEXT * self.part_bytes + _WORKER_BYTES
 
     @property
     def merged_entries(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,20 +27,14 @@ from data_pipeline.passes import Key, work_on_parts
 from data_pipeline.runs import Counted
 from data_pipeline.shards import Encoder
 from data_pipeline.similarity import similarity_order
+from data_pipeline.splits import in_pieces
 from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import write_vocabulary
 
 _MOST_CELLS = 1 << 25
 _BYTES_PER_CELL, _BYTES_PER_VALUE = 16, 768  # of memory while vectors are computed and ordered
+_PIECE_CELLS = 1 << 20  # ids at once, which take some 70 bytes each
 _Sample = tuple[np.ndarray, np.ndarray]  # the values of rows, concatenated, and how many each row has
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sampling:
-    """How to sample parts: each column's number of values, and the most values of a part."""
-
-    sizes: np.ndarray
-    most: int
 
 
 def order_vocabularies(
@@ -80,23 +74,22 @@ def _sample(job: Job, parts: Sequence[PartCounts], encoder: Encoder, sizes: np.n
     cells = sum(part.rows for part in training) * len(sizes)
     chosen = {part.key: part.first_row for part in training[:: max(1, cells // most_cells)]}
     done = {log: {part.number for part in parts if part.log == log and part.key not in chosen} for log, _ in chosen}
-    sampling = _Sampling(sizes=sizes, most=4 * most_cells // max(1, len(chosen)))
-    sampled = work_on_parts(job, partial(_sample_part, encoder, sampling), done, chosen)
+    most = 4 * most_cells // max(1, len(chosen))
+    sampled = work_on_parts(job, partial(_sample_part, encoder, sizes, most), done, chosen)
     samples = dict(tqdm(sampled, desc="sampling", total=len(chosen), unit="part", disable=None))
     values, lengths = zip(*(samples[key] for key in sorted(samples)), strict=True)
     return np.concatenate(values), np.concatenate(lengths)
 
 
-def _sample_part(encoder: Encoder, sampling: _Sampling, job: Job, part: Part, first_row: int) -> tuple[Key, _Sample]:
-    """Sample a part's rows, up to the block that reaches the most values, as lists may hold more than the columns promise."""
-    values, lengths, room, firsts = [], [], sampling.most, np.cumsum(sampling.sizes) - sampling.sizes
-    for parsed in job.blocks(part):
-        rows = job.rows_by_split(part, parsed, first_row)["train"]
-        first_row += parsed.rows
+def _sample_part(encoder: Encoder, sizes: np.ndarray, room: int, job: Job, part: Part, first_row: int) -> tuple[Key, _Sample]:
+    """Sample a part's rows, up to the piece that fills the room for values, as lists may hold more than the columns promise."""
+    parsed = job.parse(part)
+    values, lengths, firsts = [np.empty(0, np.int32)], [np.empty(0, np.int64)], np.cumsum(sizes) - sizes
+    for rows in in_pieces(job.rows_by_split(part, parsed, first_row)["train"], parsed.rows_in(_PIECE_CELLS)):
         _, ids, counts = flatten(encoder, parsed, rows)
         cell_of = np.repeat(np.arange(len(counts)), counts)
         column, row = np.divmod(cell_of, max(1, len(counts) // len(firsts)))
-        is_known = (ids > 0) & (ids <= sampling.sizes[column])
+        is_known = (ids > 0) & (ids <= sizes[column])
         row = row[is_known]
         values.append((firsts[column] + ids - 1)[is_known].astype(np.int32)[np.argsort(row, kind="stable")])
         lengths.append(np.bincount(row, minlength=len(counts) // len(firsts)))

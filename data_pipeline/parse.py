@@ -16,7 +16,6 @@ from data_pipeline.reference import Malformed, parse_line
 from data_pipeline.schema import KINDS, LogSchema
 
 REASONS_KEPT = 100
-_PIECE = 1 << 18  # bytes that are compared at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,59 +51,41 @@ class Parsed:
     def rows(self) -> int:
         return len(self.starts)
 
-
-def count_cells(text: np.ndarray, schema: LogSchema) -> tuple[int, int]:
-    """Return the number of lines of a text, and the most list elements that any of its columns can have."""
-    separators = {ord(column.separator) for column in schema.columns if column.kind == "list"}
-    lines, *elements = (_count(text, byte) for byte in (ord("\n"), *separators))
-    return lines, sum(elements) + (lines if separators else 0)
-
-
-def _count(text: np.ndarray, byte: int) -> int:
-    """Count a byte piece by piece, so that comparisons stay in the cache."""
-    return sum(int(np.count_nonzero(text[begin : begin + _PIECE] == byte)) for begin in range(0, len(text), _PIECE))
+    def rows_in(self, cells: int) -> int:
+        """Return how many rows have about so many cells and elements of lists, but at least 1."""
+        columns = (len(self.labels), len(self.integers), len(self.keys), len(self.list_ends))
+        all_cells = sum(columns) * self.rows + sum(map(len, self.list_keys))
+        return max(1, cells * self.rows // max(1, all_cells))
 
 
-def array_bytes(schema: LogSchema, lines: int, elements: int) -> int:
-    """Return the most bytes of the arrays that lines are parsed into."""
-    numbers = schema.number_dtype.itemsize + (4 if schema.number_dtype != np.int32 else 0)  # parsed as int32, then converted
-    cells = (1, numbers + 1, schema.key_dtype.itemsize + 1, 8, 8)  # bytes per line of the arrays that `counts` counts
-    counts = (len(schema.labels), len(schema.integers), len(schema.singles), len(schema.lists), 1)
-    return lines * sum(size * count for size, count in zip(cells, counts, strict=True)) + 8 * elements * len(schema.lists)
-
-
-def parse(text: np.ndarray, schema: LogSchema, counts: tuple[int, int] | None = None) -> Parsed:
-    """Parse the bytes of whole lines, each ending with a newline (\\n or \\r\\n).
-
-    Args:
-        counts: what `count_cells` returns, if the caller has counted already.
-    """
-    lines, elements = counts or count_cells(text, schema)
+def parse(text: np.ndarray, schema: LogSchema) -> Parsed:
+    """Parse the bytes of whole lines, each ending with a newline (\\n or \\r\\n)."""
+    kinds = np.array([KINDS.index(column.kind) for column in schema.columns], np.uint8)
+    separators = np.frombuffer("".join(column.separator for column in schema.columns).encode(), np.uint8)
+    line = native.Schema(Array(kinds, np.uint8), Array(separators, np.uint8), ord(schema.separator))
     integers, singles, lists = len(schema.integers), len(schema.singles), len(schema.lists)
+    elements = np.zeros(lists, np.int64)
+    lines = native.count_cells(Array(text, np.uint8), ctypes.byref(line), Array(elements, np.int64))
     arrays: dict[str, np.ndarray] = {
         "labels": np.empty((len(schema.labels), lines), np.int8),
         "integers": np.empty((integers, lines), np.int32),
         "integer_missing": np.empty((integers, lines), np.bool_),
         "keys": np.empty((singles, lines), schema.key_dtype),
         "key_missing": np.empty((singles, lines), np.bool_),
-        "list_keys": np.empty((lists, elements), np.uint64),
         "list_ends": np.empty((lists, lines), np.int64),
         "starts": np.empty(lines, np.int64),
     }
+    in_lists = {"list_keys": np.empty(elements.sum(), np.uint64), "list_begins": np.append(0, elements.cumsum())}
     bad = {name: np.empty(REASONS_KEPT, np.int64) for name in ("bad_lines", "bad_starts", "bad_ends")}
-    columns = Columns(**{name: Array(array, array.dtype) for name, array in (arrays | bad).items()})
-    kinds = np.array([KINDS.index(column.kind) for column in schema.columns], np.uint8)
-    separators = np.frombuffer("".join(column.separator for column in schema.columns).encode(), np.uint8)
-    line = native.Schema(Array(kinds, np.uint8), Array(separators, np.uint8), ord(schema.separator))
+    columns = Columns(**{name: Array(array, array.dtype) for name, array in (arrays | in_lists | bad).items()})
     rows = native.parse[schema.key_dtype](Array(text, np.uint8), ctypes.byref(line), ctypes.byref(columns))
     first = zip(*(array[: lines - rows].tolist() for array in bad.values()), strict=True)
-    list_keys = arrays.pop("list_keys")
     cut = {name: array[..., :rows] for name, array in arrays.items()}
     cut["integers"] = cut["integers"].astype(schema.number_dtype, copy=False)
     reasons = tuple((number, _reason(bytes(text[start:end]), schema)) for number, start, end in first)
-    elements_of = [ends[-1] if rows else 0 for ends in cut["list_ends"]]
-    lists_of = tuple(keys[:end] for keys, end in zip(list_keys, elements_of, strict=True))
-    return Parsed(**cut, list_keys=lists_of, lines=lines, rejected=lines - rows, reasons=reasons)
+    rooms = np.split(in_lists["list_keys"], in_lists["list_begins"][1:-1])
+    list_keys = tuple(room[: ends[-1] if rows else 0] for room, ends in zip(rooms, cut["list_ends"], strict=False))
+    return Parsed(**cut, list_keys=list_keys, lines=lines, rejected=lines - rows, reasons=reasons)
 
 
 def _reason(line: bytes, schema: LogSchema) -> str:
@@ -130,8 +111,12 @@ def truncate_lists(parsed: Parsed, schema: LogSchema) -> Parsed:
 
 def list_elements(parsed: Parsed, column: int, rows: slice | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return a list column's elements in the given rows, concatenated, and the length of each row's list."""
-    ends = parsed.list_ends[column]
+    keys, ends = parsed.list_keys[column], parsed.list_ends[column]
     lengths = np.diff(ends, prepend=0)
+    if isinstance(rows, slice):
+        begin = rows.indices(len(ends))[0]
+        first = ends[begin - 1] if begin else 0
+        return keys[first : first + lengths[rows].sum()], lengths[rows]
     chosen = np.zeros(len(ends), np.bool_)
     chosen[rows] = True
-    return parsed.list_keys[column][np.repeat(chosen, lengths)], lengths[rows]
+    return keys[np.repeat(chosen, lengths)], lengths[rows]

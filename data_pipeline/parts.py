@@ -25,9 +25,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
-from data_pipeline.schema import LogSchema, criteo_schema, detect_criteo_schema
+from data_pipeline.schema import LABEL, LogSchema, criteo_schema, detect_criteo_schema
 from data_pipeline.sources import Source, empty, identify_log, open_log, unreadable
 from data_pipeline.tables import Layout, json_types, read_names
 
@@ -51,8 +50,6 @@ _PARQUET_MAGIC = b"PAR1"
 _MAGIC_BYTES = 6
 _BATCH_ROWS = 1 << 16
 _LEAST_CELL_BYTES = 8  # assumed of a decoded cell if its encoded form is smaller
-_BLOCK = 1 << 20
-_BOUNDARY_BYTES = 1 << 14  # read at a time to find the end of a line
 Skip = Callable[[int], bool]
 
 
@@ -161,7 +158,7 @@ def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns
         if magic.startswith(_PARQUET_MAGIC):
             yield from _parquet_parts(log, source, part_bytes, skip, columns)
             return
-        for part in _text_parts(log, source, part_bytes, skip):
+        for part in _text_parts(log, source, _compression(magic), part_bytes, skip):
             start = 0
             while len(part.content) - start > LONGEST_LINE:  # of lines that begin and end in a window, none is too long
                 start = part.content.rfind(b"\n", start, start + LONGEST_LINE + 1) + 1
@@ -180,20 +177,12 @@ def _errors_of_reading(source: Source) -> Iterator[None]:
         raise unreadable(source, error) from error
 
 
-def _parquet_parts(log: int, source: Source, part_bytes: int, skip: Skip, columns: Collection[str] | None) -> Iterator[Part]:
-    count = count_parts(source, part_bytes)
-    for number, rows, table in _read_slices(source, part_bytes=part_bytes, skip=skip, columns=columns):
-        yield Part(log=log, number=number, start=rows.start, content=table, last=number + 1 == count)
-
-
 def _compression(magic: bytes) -> str | None:
     return next((name for name, magics in _MAGICS.items() if magic.startswith(magics)), None)
 
 
 @contextmanager
-def _decompressed(source: Source) -> Iterator[BufferedIOBase]:
-    name = _compression(_magic(source))
-    assert name is not None, "the caller has checked this"
+def _decompressed(source: Source, name: str) -> Iterator[BufferedIOBase]:
     with open_log(source, streamed=True) as file:
         try:
             with _OPEN[name](file) as stream:
@@ -220,66 +209,41 @@ def _count_plain(size: int, part_bytes: int) -> int:
     return max(1, -(-size // part_bytes))
 
 
-def _text_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
-    if _compression(_magic(source)) is not None:
-        yield from _streamed_parts(log, source, part_bytes, skip)
-        return
-    size = identify_log(source).bytes
-    count, end = _count_plain(size, part_bytes), 0
-    with open_log(source) as file:
-        for number in range(count):
-            if skip(number):
-                end = 0
-                continue
-            # If the byte before is a newline, the part begins with a line.
-            begin = end or (_line_end(file, number * part_bytes - 1, size, source) if number else 0)
-            end = size if number + 1 == count else _line_end(file, (number + 1) * part_bytes - 1, size, source)
-            file.seek(begin)
-            content = file.read(end - begin)
-            if len(content) != end - begin:
-                raise inputs_changed()
-            yield Part(
-                log=log, number=number, start=begin, content=_with_ends(content, ends_log=end == size), last=number + 1 == count
-            )
-
-
-def _line_end(file: BufferedIOBase, position: int, size: int, source: Source) -> int:
-    """Return the end of the line that contains the byte at `position` of a log: after its newline, or the end of the log."""
-    file.seek(position)
-    for offset in range(position, min(size, position + LONGEST_LINE + 1), _BOUNDARY_BYTES):
-        if newline := file.read(_BOUNDARY_BYTES).find(b"\n") + 1:
-            return offset + newline
-    if size - position > LONGEST_LINE:
-        raise _too_long(source)
-    return size
-
-
-def _line_end_in(text: bytearray, position: int, source: Source, *, ended: bool) -> int:
-    """Return the same of what has been read of a log."""
-    newline = text.find(b"\n", position) + 1
-    if not newline and not ended:
-        raise _too_long(source)
-    return newline or len(text)
-
-
-def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
-    """Yield parts of a compressed log, which can't be read from anywhere but its beginning."""
+def _text_parts(log: int, source: Source, compression: str | None, part_bytes: int, skip: Skip) -> Iterator[Part]:
+    """Yield parts of a text; a compressed one can't be read from anywhere but its beginning."""
+    count = None if compression else _count_plain(identify_log(source).bytes, part_bytes)
     room = part_bytes + LONGEST_LINE + 1  # of a part, the byte before it and the rest of its last line
-    text = bytearray()  # what has been read from `offset` on
-    with _decompressed(source) as file:
-        for number in itertools.count():
+    text, filled = bytearray(room + 1), 0  # what has been read from `offset` on
+
+    def line_end(position: int) -> int:
+        """Return the end of the line that contains the byte at `position` of the text: after its newline, or the end of the log."""
+        newline = text.find(b"\n", position, filled) + 1
+        if not newline and filled > room:
+            raise _too_long(source)
+        return newline or filled
+
+    opened = _decompressed(source, compression) if compression else open_log(source, streamed=True)
+    with opened as file, memoryview(text) as view:
+        for number in itertools.count() if count is None else range(count):
             offset = max(0, number * part_bytes - 1)
-            while len(text) <= room and (block := file.read(_BLOCK)):
-                text += block
-            ended = len(text) <= room
-            if not text and not number:
+            if count is not None:
+                if skip(number):
+                    filled = 0
+                    continue
+                file.seek(offset + filled)
+            while filled <= room and (read := file.readinto(view[filled:])):
+                filled += read
+            if not filled and not number:
                 raise empty(source)
-            begin = _line_end_in(text, 0, source, ended=ended) if number else 0
-            end = _line_end_in(text, (number + 1) * part_bytes - 1 - offset, source, ended=ended)
-            is_last = ended and end == len(text)
-            content = _with_ends(bytes(memoryview(text)[begin:end]), ends_log=is_last)
-            del text[: (number + 1) * part_bytes - 1 - offset]
-            if not skip(number):
+            begin = line_end(0) if number else 0  # if the byte before is a newline, the part begins with a line
+            end = line_end((number + 1) * part_bytes - 1 - offset)
+            ends_log = filled <= room and end == filled
+            is_last = ends_log if count is None else number + 1 == count
+            content = _with_ends(bytes(view[begin:end]), ends_log=ends_log)
+            rest = view[(number + 1) * part_bytes - 1 - offset : filled]
+            filled = len(rest)
+            view[:filled] = rest
+            if count is not None or not skip(number):
                 yield Part(log=log, number=number, start=offset + begin, content=content, last=is_last)
             if is_last:
                 return
@@ -343,13 +307,8 @@ def plan(metadata: pq.FileMetaData, part_bytes: int) -> list[Slice]:
 
 
 def _size(group: pq.RowGroupMetaData) -> int:
-    return max(group.total_byte_size, group.num_rows * group.num_columns * _LEAST_CELL_BYTES)
-
-
-def largest_group(log: Source) -> int:
-    """Return the bytes of a log's largest row group: parts of this size are single groups, unless smaller ones fit in one."""
-    metadata = _read_metadata(log)
-    return max((_size(metadata.row_group(number)) for number in range(metadata.num_row_groups)), default=1)
+    cells = sum(group.column(column).num_values for column in range(group.num_columns))  # a list has one for each element
+    return max(group.total_byte_size, cells * _LEAST_CELL_BYTES)
 
 
 def _read_metadata(log: Source) -> pq.FileMetaData:
@@ -358,18 +317,16 @@ def _read_metadata(log: Source) -> pq.FileMetaData:
         return pq.read_metadata(pa.PythonFile(file, mode="r"))
 
 
-def _read_slices(
-    log: Source, *, part_bytes: int, skip: Callable[[int], bool], columns: Collection[str] | None
-) -> Iterator[tuple[int, Slice, pa.Table]]:
-    """Yield the number, slice and content of each part that `skip` doesn't skip, with the given columns or all."""
-    with open_log(log) as opened, pq.ParquetFile(pa.PythonFile(opened, mode="r")) as file:
+def _parquet_parts(log: int, source: Source, part_bytes: int, skip: Skip, columns: Collection[str] | None) -> Iterator[Part]:
+    with open_log(source) as opened, pq.ParquetFile(pa.PythonFile(opened, mode="r")) as file:
         slices = plan(file.metadata, part_bytes)
         names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
         for groups, numbered in itertools.groupby(enumerate(slices), key=lambda item: item[1].groups):
             unskipped = [(number, part) for number, part in numbered if not skip(number)]
             if not unskipped:
                 continue
-            batches = file.iter_batches(_BATCH_ROWS, row_groups=list(groups), columns=names, use_threads=False)
+            most = min(_BATCH_ROWS, unskipped[0][1].rows)
+            batches = file.iter_batches(most, row_groups=list(groups), columns=names, use_threads=False)
             decoded, position = pa.table({}), 0  # the groups' rows from `position` on
             for number, part in unskipped:
                 while position + len(decoded) < part.skipped + part.rows:
@@ -380,5 +337,6 @@ def _read_slices(
                         raise pa.ArrowInvalid("its metadata states more rows than it holds")
                     new_rows = pa.Table.from_batches([batch])
                     decoded = pa.concat_tables([decoded, new_rows]) if len(decoded) else new_rows
-                yield number, part, decoded.slice(part.skipped - position, part.rows)
+                content = decoded.slice(part.skipped - position, part.rows)
+                yield Part(log=log, number=number, start=part.start, content=content, last=number + 1 == len(slices))
                 decoded, position = decoded.slice(part.skipped + part.rows - position), part.skipped + part.rows

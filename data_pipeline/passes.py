@@ -19,7 +19,7 @@ from tqdm import tqdm
 from data_pipeline import native
 from data_pipeline.errors import UserError
 from data_pipeline.job import Job
-from data_pipeline.parse import REASONS_KEPT, Parsed
+from data_pipeline.parse import Parsed
 from data_pipeline.parts import Part, Skip, count_parts, parquet_names
 
 Key = tuple[int, int]  # the numbers of a log and of a part in it
@@ -30,7 +30,7 @@ Work = Callable[[Job, Part, Any], Result]
 
 @dataclass(kw_only=True)
 class PartRecord:
-    """What a pass counts in a part, block by block: lines, well-formed rows, rejected lines, and why the first were rejected.
+    """What a pass counts in a part: lines, well-formed rows, rejected lines, and why the first were rejected.
 
     reasons: as (line of the part from 0, reason).
     log, number, last: those of the part.
@@ -39,26 +39,20 @@ class PartRecord:
     log: int
     number: int
     last: bool
-    lines: int = 0
-    rows: int = 0
+    lines: int
+    rows: int
     rejected: int = 0
     reasons: tuple[tuple[int, str], ...] = ()
 
     @classmethod
-    def of(cls, part: Part) -> PartRecord:
-        """Return the record of a part before anything is counted."""
-        return PartRecord(log=part.log, number=part.number, last=part.last)
+    def of(cls, part: Part, parsed: Parsed) -> PartRecord:
+        """Return the record of a parsed part."""
+        counts = {name: getattr(parsed, name) for name in ("lines", "rows", "rejected", "reasons")}
+        return PartRecord(log=part.log, number=part.number, last=part.last, **counts)
 
     @property
     def key(self) -> Key:
         return self.log, self.number
-
-    def add(self, parsed: Parsed) -> None:
-        """Count a block."""
-        self.lines += parsed.lines
-        self.rows += parsed.rows
-        self.rejected += parsed.rejected
-        self.reasons += parsed.reasons[: REASONS_KEPT - len(self.reasons)]
 
 
 Record = TypeVar("Record", bound=PartRecord)

@@ -29,9 +29,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 from data_pipeline.errors import UserError
 
+# The columns of a Criteo log, in the order of a line.
+LABEL = "label"
+INTEGERS = tuple(f"I{i}" for i in range(1, 14))
+CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
 Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64", "float", "weight", "time"]
 KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # those that `parse` reads
 Transform = Literal["log", "standardize", "none"]

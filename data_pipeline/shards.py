@@ -15,12 +15,12 @@ from data_pipeline.hashing import IdSource, encode_keys
 from data_pipeline.manifest import IntegerColumn
 from data_pipeline.parse import Parsed, list_elements
 from data_pipeline.schema import LogSchema
-from data_pipeline.splits import Rows
+from data_pipeline.splits import Rows, in_pieces
 
 # Small enough for loaders to shuffle row groups, large enough that the overhead of reading one is small.
 ROW_GROUP_ROWS = 1 << 15
-# Of encoded rows; Parquet's writer needs several times as much. Groups of long lists or a thousand columns have fewer rows.
-_ROW_GROUP_BYTES = 16 << 20
+# 16 MiB of encoded rows; Parquet's writer needs several times as much. Groups of long lists or a thousand columns have fewer rows.
+_ROW_GROUP_CELLS = 1 << 22
 # Dictionaries shrink columns of few values; for many values, Parquet builds and discards them, in half of the writing time.
 _DICTIONARY_IDS = 1 << 14
 _LARGEST = np.finfo(np.float32).max
@@ -82,12 +82,22 @@ class Encoder:
         ids, zeros = encode_keys((id_source,), keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
         return ids[0], lengths, int(zeros[0])
 
-    def writer(self, path: Path) -> pq.ParquetWriter:
-        """Open a writer of shards, without statistics of row groups, because ids are read, not searched."""
+    def write(self, path: Path, parsed: Parsed, rows: Rows) -> np.ndarray:
+        """Write rows as a shard in row groups of about equal size; return how many ids of each categorical column are 0.
+
+        There are no statistics of row groups, because ids are read, not searched.
+        """
+        count, zeros = len(parsed.starts[rows]), np.zeros(len(self.id_sources), np.int64)
+        groups = -(-count // min(ROW_GROUP_ROWS, parsed.rows_in(_ROW_GROUP_CELLS)))
         small = [name for name, size in zip(self.schema.categories, self.num_embeddings, strict=True) if size <= _DICTIONARY_IDS]
         small = [f"{name}.list.element" if name in self.schema.lists else name for name in small]
         options: dict[str, Any] = {"use_dictionary": [*self.schema.integers, *small], "write_statistics": False}
-        return pq.ParquetWriter(path, self.columns, compression="lz4", **options)
+        with pq.ParquetWriter(path, self.columns, compression="lz4", **options) as writer:
+            for group in in_pieces(rows, -(-count // groups)):
+                table, zeros_of_group = self.encode(parsed, group)
+                writer.write_table(table)
+                zeros += zeros_of_group
+        return zeros
 
 
 def _select(columns: np.ndarray, rows: Rows) -> np.ndarray:
@@ -104,39 +114,3 @@ def _encode_numbers(values: np.ndarray, missing: np.ndarray, column: IntegerColu
         return standardized.clip(-_LARGEST, _LARGEST).astype(np.float32)
     low = 2 - column.offset
     return np.where(missing, 0, np.log(np.maximum(values.astype(np.float64), low) - low + 2)).astype(np.float32)
-
-
-class ShardWriter:
-    """Encodes a split's rows from several blocks, and collects them into row groups."""
-
-    def __init__(self, encoder: Encoder, path: Path) -> None:
-        self._encoder, self._writer = encoder, encoder.writer(path)
-        self._waiting = pa.Table.from_batches([], encoder.columns)  # `empty_table` would import pandas
-        self.rows, self.weight = 0, 0.0
-        self.positives = np.zeros(len(encoder.schema.labels), np.int64)
-        self.zeros = np.zeros(len(encoder.id_sources), np.int64)
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        if kind is None and len(self._waiting):
-            self._write(self._waiting)
-        self._writer.close()
-
-    def add(self, parsed: Parsed, rows: Rows) -> None:
-        """Encode rows of a block, and write the row groups that are full."""
-        table, zeros = self._encoder.encode(parsed, rows)
-        self.zeros += zeros
-        self.positives += parsed.labels[:, rows].sum(axis=1, dtype=np.int64)
-        if parsed.weights is not None:
-            self.weight += float(parsed.weights[rows].sum(dtype=np.float64))
-        self.rows += len(table)
-        waiting = pa.concat_tables([self._waiting, table])
-        while len(waiting) >= ROW_GROUP_ROWS or waiting.nbytes >= _ROW_GROUP_BYTES:
-            self._write(waiting[:ROW_GROUP_ROWS])
-            waiting = waiting[ROW_GROUP_ROWS:]
-        self._waiting = waiting
-
-    def _write(self, group: pa.Table) -> None:
-        self._writer.write_table(group.combine_chunks())  # pages end where chunks do

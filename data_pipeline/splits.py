@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -78,6 +78,14 @@ def rows_by_position(first: int, rows: int, bounds: tuple[int, int]) -> dict[str
     """Return each split's rows among `rows` rows, of which the first is number `first` of all."""
     edges = [0, *(min(max(bound - first, 0), rows) for bound in bounds), rows]
     return {name: slice(edges[i], edges[i + 1]) for i, name in enumerate(SPLITS)}
+
+
+def in_pieces(rows: Rows, size: int) -> Iterator[Rows]:
+    """Divide rows, whose slice has both ends, into consecutive pieces of at most `size`."""
+    if isinstance(rows, slice):
+        yield from (slice(at, min(at + size, rows.stop)) for at in range(rows.start, rows.stop, size))
+    else:
+        yield from (rows[at : at + size] for at in range(0, len(rows), size))
 
 
 def mix64(x: np.ndarray) -> np.ndarray:

@@ -16,9 +16,9 @@ import pyarrow.csv
 from tqdm import tqdm
 
 from data_pipeline.atomic import check_output, replacing
-from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 from data_pipeline.errors import UserError
 from data_pipeline.planted import DECAY, PlantedModel, PlantedRows
+from data_pipeline.schema import CATEGORIES, INTEGERS, LABEL
 from data_pipeline.work import work_folder
 
 _BINS = 1 << 18

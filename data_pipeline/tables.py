@@ -1,7 +1,7 @@
-"""Parsing of logs block by block: by `data_pipeline.parse`, or with Arrow quoted CSV, columns in any order, JSON lines, Parquet.
+"""Parsing with Arrow of what `data_pipeline.parse` can't read: quoted CSV, columns in any order, JSON lines, Parquet.
 
 Each line is a row. A value that doesn't end on its line, such as a quoted text with a line break, is malformed. Arrow refuses a
-block as a whole, so a refused block is halved, down to the lines that are malformed.
+text as a whole, so a refused text is halved, down to the lines that are malformed.
 """
 
 from __future__ import annotations
@@ -19,19 +19,14 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 
-from data_pipeline.cells import is_list, to_parsed
-from data_pipeline.parse import REASONS_KEPT, Parsed, array_bytes, count_cells, parse
+from data_pipeline.cells import to_parsed
+from data_pipeline.parse import REASONS_KEPT, Parsed
 from data_pipeline.schema import Column, LogSchema
 
 Layout: TypeAlias = "tuple[str, ...] | pa.Schema"
 """Column names in the order of a line, or the types of JSON's columns by name."""
 
-# Bytes of arrays that hold a block: few enough to bound memory, yet enough that the overhead of calls is small.
-BLOCK_BYTES = 16 << 20
-_ARRAYS_PER_TEXT = 8  # bytes of a block's arrays per byte of text: Arrow and the search for quotes hold several arrays
-_COPIES = 4  # of a cell's bytes, between Parquet's array and the hashes
-_NUMBER_BYTES = 8 + 1  # of a number or key and its missing flag
-_KEY_BYTES = 8  # of a list's element
+_PIECE_BYTES = 1 << 21  # of text; Arrow takes many times as much to read it
 BOM = b"\xef\xbb\xbf"
 
 
@@ -73,66 +68,9 @@ def _json_type(values: list[Any], column: Column) -> pa.DataType:
     return pa.float64()
 
 
-def text_blocks(
-    text: bytes, schema: LogSchema, layout: Layout | None, *, begin: int = 0, block_bytes: int = BLOCK_BYTES
-) -> Iterator[Parsed]:
-    """Parse whole lines in blocks, whose arrays take at most `block_bytes` unless a block is a single line.
-
-    Args:
-        layout: None if `data_pipeline.parse` reads the lines.
-        begin: where the first line begins; `starts` count from the text's beginning, the lines of `reasons` from this line.
-    """
-    room = block_bytes // _ARRAYS_PER_TEXT if layout else 2 * block_bytes  # of text, as counting its cells takes as much again
-    lines = 0
-    waiting = [(begin, len(text))] if begin < len(text) else []
-    while waiting:
-        begin, end = waiting.pop()
-        block, middle = np.frombuffer(text, np.uint8, end - begin, begin), (begin + end) // 2
-        cut = text.rfind(b"\n", begin, middle) + 1 or text.find(b"\n", middle, end - 1) + 1  # 0 if it is a single line
-        counts = None if cut and end - begin > room else count_cells(block, schema)
-        if cut and (counts is None or array_bytes(schema, *counts) > block_bytes):
-            waiting += [(cut, end), (begin, cut)]
-            continue
-        parsed = parse_text(bytes(block), schema, layout) if layout else parse(block, schema, counts)
-        yield _shifted(parsed, begin, lines)
-        lines += parsed.lines
-
-
-def table_blocks(table: pa.Table, schema: LogSchema, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
-    """Parse rows of Parquet in blocks, as `text_blocks` does lines."""
-    begin = 0
-    for block in _split_table(table, len(schema.lists), block_bytes):
-        yield _shifted(_to_parsed(block, schema)[0], begin, begin)
-        begin += len(block)
-
-
-def _shifted(parsed: Parsed, begin: int, first_line: int) -> Parsed:
-    """Shift the positions and lines of a parsed block to count from the beginning of the whole."""
-    return replace(
-        parsed, starts=parsed.starts + begin, reasons=tuple((first_line + line, reason) for line, reason in parsed.reasons)
-    )
-
-
-def _split_table(table: pa.Table, lists: int, block_bytes: int) -> Iterator[pa.Table]:
-    """Halve a table recursively until the arrays made from each piece fit a block."""
-    chunks = [chunk for column in table.columns for chunk in column.chunks]
-    cells = sum(chunk.nbytes - chunk[:0].nbytes for chunk in chunks)  # leaves out dictionaries, which slices share
-    elements = max((len(chunk.flatten()) if is_list(chunk.type) else chunk.nbytes for chunk in chunks), default=0)
-    arrays = _COPIES * cells + _NUMBER_BYTES * len(table) * table.num_columns + _KEY_BYTES * lists * elements
-    if len(table) <= 1 or arrays <= block_bytes:
-        yield table
-        return
-    middle = len(table) // 2
-    yield from _split_table(table[:middle], lists, block_bytes)
-    yield from _split_table(table[middle:], lists, block_bytes)
-
-
-def _to_parsed(table: pa.Table, schema: LogSchema) -> tuple[Parsed, np.ndarray]:
-    columns = {}
-    for column in schema.columns:
-        if column.kind != "ignore":
-            array = table.column(column.source).combine_chunks()
-            columns[column.name] = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+def parse_table(table: pa.Table, schema: LogSchema) -> tuple[Parsed, np.ndarray]:
+    """Parse rows as `data_pipeline.cells.to_parsed` does."""
+    columns = {column.name: table.column(column.source) for column in schema.columns if column.kind != "ignore"}
     return to_parsed(columns, schema, rows=len(table))
 
 
@@ -153,16 +91,19 @@ def parse_text(text: bytes, schema: LogSchema, layout: Layout) -> Parsed:
     lines, kept = [np.empty(0, np.int64)], np.setdiff1d(np.arange(len(starts)), np.array([*reasons], np.int64))
 
     def text_of(some: np.ndarray) -> bytes:
-        spans = zip(starts[some].tolist(), newlines[some].tolist(), strict=True)
-        return text if len(some) == len(starts) else b"".join(text[start : newline + 1] for start, newline in spans)
+        gaps = np.flatnonzero(np.diff(some) != 1)
+        firsts, lasts = some[np.append(0, gaps + 1)], some[np.append(gaps, -1)]
+        spans = zip(starts[firsts].tolist(), newlines[lasts].tolist(), strict=True)
+        return b"".join(text[start : newline + 1] for start, newline in spans)
 
-    for read_lines, rows in _read_rows(read, text_of, kept):
-        if isinstance(rows, str):
-            reasons[int(read_lines[0])] = rows
-        else:
-            lines.append(read_lines)
-            tables.append(rows)
-    parsed, good = _to_parsed(pa.concat_tables(tables), schema)
+    for piece in np.array_split(kept, 1 + len(text) // _PIECE_BYTES):
+        for read_lines, rows in _read_rows(read, text_of, piece):
+            if isinstance(rows, str):
+                reasons[int(read_lines[0])] = rows
+            else:
+                lines.append(read_lines)
+                tables.append(rows)
+    parsed, good = parse_table(pa.concat_tables(tables), schema)
     line_of_row = np.concatenate(lines)
     reasons |= {int(line_of_row[row]): reason for row, reason in parsed.reasons}
     return replace(

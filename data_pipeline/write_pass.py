@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from data_pipeline.atomic import replacing
 from data_pipeline.count_pass import PartCounts, describe_inputs
@@ -25,11 +27,12 @@ from data_pipeline.manifest import (
     describe_file,
     versions,
 )
+from data_pipeline.parse import Parsed
 from data_pipeline.parts import Part, inputs_changed
 from data_pipeline.passes import Key, PartRecord, pass_over
 from data_pipeline.schema import LogSchema
-from data_pipeline.shards import Encoder, ShardWriter
-from data_pipeline.splits import rows_by_position
+from data_pipeline.shards import Encoder
+from data_pipeline.splits import Rows, rows_by_position
 
 Planned = tuple[int, dict[str, Shard]]  # the number of a part's first row, and its shards by split
 
@@ -108,26 +111,25 @@ def _write(encoder: Encoder, job: Job, part: Part, planned: Planned | None) -> W
     if planned is None:  # the log has grown
         raise inputs_changed()
     first_row, shards = planned
-    record = PartRecord.of(part)
-    with ExitStack() as stack:
-        writers = {}
-        for split, shard in shards.items():
-            path = stack.enter_context(replacing(job.work.data / shard.path))
-            writers[split] = stack.enter_context(ShardWriter(encoder, path))
-        for parsed in job.blocks(part):
-            by_split = job.rows_by_split(part, parsed, first_row + record.rows)
-            for split, writer in writers.items():
-                writer.add(parsed, by_split[split])
-            record.add(parsed)
-        numbers = {split: writer.rows for split, writer in writers.items()}
-        if numbers != {split: shard.rows for split, shard in shards.items()} or record.rows != sum(numbers.values()):
+    parsed = job.parse(part)
+    by_split = job.rows_by_split(part, parsed, first_row)
+    for split, rows in by_split.items():
+        if len(parsed.starts[rows]) != (shards[split].rows if split in shards else 0):
             raise inputs_changed()
-    written = []
-    for split, shard in shards.items():
-        described = describe_file(shard.path, job.work.data, rows=shard.rows)
-        positives, zeros = (tuple(sums.tolist()) for sums in (writers[split].positives, writers[split].zeros))
-        written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=zeros, weight=writers[split].weight))
-    return WrittenPart(**vars(record), shards=tuple(written))
+    written = tuple(_write_shard(encoder, job.work.data, split, shard, parsed, by_split[split]) for split, shard in shards.items())
+    return WrittenPart(**vars(PartRecord.of(part, parsed)), shards=written)
+
+
+def _write_shard(encoder: Encoder, data: Path, split: str, shard: Shard, parsed: Parsed, rows: Rows) -> WrittenShard:
+    with replacing(data / shard.path) as temporary:
+        zeros = encoder.write(temporary, parsed, rows)
+    return WrittenShard(
+        split=split,
+        shard=describe_file(shard.path, data, rows=shard.rows),
+        positives=tuple(parsed.labels[:, rows].sum(axis=1, dtype=np.int64).tolist()),
+        zeros=tuple(zeros.tolist()),
+        weight=0.0 if parsed.weights is None else float(parsed.weights[rows].sum(dtype=np.float64)),
+    )
 
 
 def _plan(job: Job, parts: Sequence[PartCounts]) -> dict[Key, Planned]:

@@ -31,7 +31,7 @@ from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import tt_bags
 from comera_rec.ops.bags import TableGroup
 from comera_rec.ops.bags.kept import UntilChanged
-from data_pipeline.planted_columns import CATEGORY_SPECS
+from data_pipeline.planted import CATEGORY_SPECS
 
 try:
     import torchrec.optim

@@ -112,7 +112,7 @@ def _pass_options(command: _Command) -> _Command:
             "--part-size",
             "part_bytes",
             type=BYTES,
-            default="64MiB",
+            default="16MiB",
             show_default=True,
             help="Bytes of text in a part, the unit of work.",
         ),

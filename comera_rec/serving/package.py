@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.native import LIBRARY
-from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
+from data_pipeline.schema import LABEL
 
 FORMAT_VERSION = 3  # 1 had no checksum; 2 only models of `comera train`
 METADATA, WEIGHTS = "extra/comera_rec.json", "data/weights.pt"  # in the archive's folder

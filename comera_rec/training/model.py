@@ -23,9 +23,9 @@ from comera_rec.nn import replace_modules_
 from comera_rec.rank import rank_param_groups
 from comera_rec.recsys import build_dlrm
 from comera_rec.training.config import OptimizerConfig, RunConfig, TablesConfig
-from data_pipeline.columns import LABEL
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
+from data_pipeline.schema import LABEL
 
 _OF_FEW = 0.5
 """Share of occurrences that the most frequent twentieth of the values must have for hot rows, if ids are in order of similarity."""

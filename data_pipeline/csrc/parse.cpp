@@ -36,7 +36,8 @@ struct Columns {
   Array<bool> integer_missing;
   Array<Key> keys;
   Array<bool> key_missing;
-  Array<uint64_t> list_keys;  // [list columns, elements]
+  Array<uint64_t> list_keys;  // of one list column after the other, each from list_begins[column] to the next one's
+  Array<int64_t> list_begins;  // [list columns + 1]
   Array<int64_t> list_ends;
   Array<int64_t> starts;
   Array<int64_t> bad_lines;  // numbers of the first malformed lines, then where they begin and end
@@ -83,7 +84,6 @@ class Parser {
         columns_(columns),
         rows_(columns.starts.size),
         lists_(schema.count(kList)),
-        elements_(lists_ ? columns.list_keys.size / lists_ : 0),
         width_(schema.kinds.size + 1),
         text_(text.data),
         text_end_(text.data + text.size),
@@ -94,7 +94,9 @@ class Parser {
     return schema_.separators.size == schema_.kinds.size && columns_.labels.size == schema_.count(kLabel) * rows_ &&
            columns_.integers.size == integers * rows_ && columns_.integer_missing.size == integers * rows_ &&
            columns_.keys.size == singles * rows_ && columns_.key_missing.size == singles * rows_ &&
-           columns_.list_ends.size == lists_ * rows_ && columns_.list_keys.size == elements_ * lists_ &&
+           columns_.list_ends.size == lists_ * rows_ && columns_.list_begins.size == lists_ + 1 && columns_.list_begins[0] == 0 &&
+           std::is_sorted(columns_.list_begins.data, columns_.list_begins.data + lists_ + 1) &&
+           columns_.list_begins[lists_] == columns_.list_keys.size &&
            columns_.bad_starts.size == columns_.bad_lines.size && columns_.bad_ends.size == columns_.bad_lines.size;
   }
 
@@ -122,6 +124,18 @@ class Parser {
   }
 
   int64_t rows() const { return row_; }
+  int64_t lists() const { return lists_; }
+
+  // Adds the number of elements that a line has in each list column.
+  void count_elements(const Line& line, Array<int64_t> counts) {
+    if (!split(line, begins_.data())) return;
+    for (int64_t column = 0, list = 0; column < schema_.kinds.size; ++column) {
+      if (schema_.kinds[column] != kList) continue;
+      const Byte* const begin = begins_[column];
+      const Byte* const end = begins_[column + 1] - 1;
+      counts[list++] += begin == end ? 0 : 1 + std::count(begin, end, schema_.separators[column]);
+    }
+  }
 
  private:
   // Finds where each cell begins, then one past the last cell's end; false if the line is empty or has not one cell per column.
@@ -218,12 +232,13 @@ class Parser {
   // Appends a list's elements to those of earlier rows; false if an element is empty or there is no room.
   bool read_list(const Byte* cursor, const Byte* end, Byte separator, int64_t list, int64_t row) {
     int64_t* const ends = columns_.list_ends.data + list * rows_;
+    const int64_t begins = columns_.list_begins[list], room = columns_.list_begins[list + 1] - begins;
     int64_t element = row ? ends[row - 1] : 0;
     bool is_good = true;
     for (const Byte* begin = cursor; cursor != end && is_good; begin = cursor + 1) {
       cursor = std::find(begin, end, separator);
-      is_good = cursor != begin && element != elements_;
-      if (is_good) columns_.list_keys[list * elements_ + element++] = hash_text(begin, cursor);
+      is_good = cursor != begin && element != room;
+      if (is_good) columns_.list_keys[begins + element++] = hash_text(begin, cursor);
     }
     ends[row] = element;
     return is_good;
@@ -231,7 +246,7 @@ class Parser {
 
   const Schema schema_;
   const Columns<Key> columns_;
-  const int64_t rows_, lists_, elements_, width_;
+  const int64_t rows_, lists_, width_;
   const Byte* const text_;
   const Byte* const text_end_;
   std::vector<const Byte*> begins_;  // [lines, columns + 1]
@@ -259,6 +274,20 @@ int64_t parse(Array<const Byte> text, const Schema& schema, const Columns<Key>& 
 }
 
 }  // namespace
+
+// Returns the number of lines of a text, and adds those of elements in each list column to `counts`.
+EXPORTED int64_t count_cells(Array<const Byte> text, const Schema* schema, Array<int64_t> counts) {
+  Parser<uint32_t> parser(text, *schema, {});
+  const bool fits = counts.size == parser.lists() && schema->separators.size == schema->kinds.size;
+  if (!ends_with_newline(text) || !fits) return kWrongSizes;
+  int64_t number = 0;
+  for (const Byte* cursor = text.data; cursor != text.data + text.size; ++number) {
+    const Line line = {number, cursor, find_newline(cursor, text.data + text.size)};
+    if (counts.size) parser.count_elements(line, counts);
+    cursor = line.newline + 1;
+  }
+  return number;
+}
 
 // Parses a text of at most as many lines as `columns` has room for, into its first rows, and returns how many these are.
 EXPORTED int64_t parse_u32(Array<const Byte> text, const Schema* schema, const Columns<uint32_t>* columns) {

@@ -7,7 +7,7 @@ import io
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,14 +22,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from random_logs import make, read
 
-from data_pipeline import job
+from data_pipeline import tables
 from data_pipeline.encoder import Flat, RequestEncoder
 from data_pipeline.manifest import read_manifest
-from data_pipeline.parse import Parsed
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.reference import hash_text, hashed_id
 from data_pipeline.schema import Column, LogSchema
-from data_pipeline.tables import BLOCK_BYTES, table_blocks, text_blocks
 from data_pipeline.transform import TransformOptions, transform
 
 TEXTS = st.sampled_from(["a", "a", "b", "c", "é", "7", "x y", '"', ",", "NA ", "\U0001f600", "nan", "long" * 200])
@@ -121,18 +119,6 @@ def written(rows: list[dict[str, Any]], form: str) -> bytes:
     return text.getvalue().encode()
 
 
-def in_blocks(parse: Callable[..., Iterator[Parsed]], block_bytes: int) -> Callable[..., Iterator[Parsed]]:
-    """Make a function parse in smaller blocks, and check that their arrays fit."""
-
-    def parse_in_blocks(*arguments: Any, **options: Any) -> Iterator[Parsed]:
-        for block in parse(*arguments, **options, block_bytes=block_bytes):
-            sizes = [value.nbytes for value in vars(block).values() if isinstance(value, np.ndarray)]
-            assert block.lines == 1 or sum(sizes) <= block_bytes
-            yield block
-
-    return parse_in_blocks
-
-
 def assert_equal_requests(flat: Flat, frame: pd.DataFrame) -> None:
     """Check that a request's numbers are those of the data set."""
     singles = np.array([frame[name] for name in SINGLES]).ravel()
@@ -151,12 +137,12 @@ def assert_equal_requests(flat: Flat, frame: pd.DataFrame) -> None:
     rows=st.lists(st.fixed_dictionaries(CELLS), min_size=2, max_size=30),
     others=st.lists(st.fixed_dictionaries(CELLS), min_size=1, max_size=9),
     part_bytes=st.sampled_from([300, 1 << 20]),
-    block_bytes=st.sampled_from([900, 5000, BLOCK_BYTES]),
+    piece_bytes=st.sampled_from([200, 1 << 20]),
     share=st.sampled_from([0.0, 0.25]),
 )
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 def test_equals_a_few_lines_of_python(
-    form: str, rows: list[dict[str, Any]], others: list[dict[str, Any]], part_bytes: int, block_bytes: int, share: float
+    form: str, rows: list[dict[str, Any]], others: list[dict[str, Any]], part_bytes: int, piece_bytes: int, share: float
 ) -> None:
     schema = LogSchema(
         columns=COLUMNS,
@@ -165,8 +151,7 @@ def test_equals_a_few_lines_of_python(
         format="csv" if form == "parquet" else form,  # type: ignore[arg-type]
     )
     train = len(rows) - 2 * int(len(rows) * share)
-    blocks = {function.__name__: in_blocks(function, block_bytes) for function in (text_blocks, table_blocks)}
-    with tempfile.TemporaryDirectory() as name, patch.multiple(job, **blocks):
+    with tempfile.TemporaryDirectory() as name, patch.object(tables, "_PIECE_BYTES", piece_bytes):
         folder = Path(name)
         (folder / "log").write_bytes(written(rows, form))
         options = PreprocessOptions(

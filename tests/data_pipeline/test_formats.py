@@ -10,7 +10,6 @@ import json
 import lzma
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,13 @@ from hypothesis import strategies as st
 from random_logs import files_of, make, read
 from test_parse import GOOD_ROWS, LINES, OTHER, cells_of
 
-from data_pipeline import job
+from data_pipeline import tables
 from data_pipeline.manifest import read_manifest
 from data_pipeline.parse import parse
 from data_pipeline.parts import count_parts, plan, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import LogSchema, read_schema
-from data_pipeline.tables import parse_text, text_blocks
+from data_pipeline.tables import parse_text
 
 COLUMNS = """
 [columns]
@@ -172,11 +171,11 @@ b",5,f,x
 0,"""
 
 
-@pytest.mark.parametrize("block_bytes", [150, 1 << 20])
+@pytest.mark.parametrize("piece_bytes", [30, 1 << 20])
 def test_malformed_lines(
-    tmp_path: Path, schema: Callable[..., LogSchema], monkeypatch: pytest.MonkeyPatch, block_bytes: int
+    tmp_path: Path, schema: Callable[..., LogSchema], monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(job, "text_blocks", partial(text_blocks, block_bytes=block_bytes))
+    monkeypatch.setattr(tables, "_PIECE_BYTES", piece_bytes)
     reasons = {
         3: "bought '2' is not 0 or 1",
         4: "a quoted value doesn't end on its line",
@@ -250,3 +249,5 @@ def test_parts_of_parquet(tmp_path: Path) -> None:
                 cut = list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False, columns={"b"}))
                 assert pa.concat_tables([part.content for part in cut]).equals(table.select(["b"]))
                 assert [part.last for part in cut] == [False] * (count_parts(log, part_bytes) - 1) + [True]
+    pq.write_table(pa.table({"tags": [[n % 3] * 500 for n in range(1000)]}), tmp_path / "log.parquet")
+    assert len(plan(pq.read_metadata(tmp_path / "log.parquet"), 1 << 20)) == 4, "elements count, however few bytes encode them"

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from random_logs import make, random_rows, to_text
 
-from data_pipeline import count_pass, job, parts
+from data_pipeline import parts, shards
 from data_pipeline.manifest import read_manifest
 from data_pipeline.parts import count_parts, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.splits import SplitKind
-from data_pipeline.tables import text_blocks
 
 WriteLog = Callable[..., Path]
 
@@ -76,17 +75,18 @@ def test_manifest_accounts_for_everything(tmp_path: Path, write_log: WriteLog) -
 
 
 @pytest.mark.parametrize("split", ["chronological", "random"])
-def test_blocks_and_room_do_not_change_the_data_set(
+def test_threads_and_room_do_not_change_the_data_set(
     tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch, split: SplitKind
 ) -> None:
-    """Many blocks per part, several threads, runs written before a part ends, and vocabularies freed while they are read."""
+    """Several threads and row groups, and vocabularies freed while they are read."""
     rows = random_rows(300)
     options = {"inputs": (write_log(to_text(rows[:200]) + b"bad\n" + to_text(rows[200:])),), "split": split, "max_bad_rows": 1}
+    monkeypatch.setattr(shards, "ROW_GROUP_ROWS", 30)
     expected = preprocess(PreprocessOptions(output=tmp_path / "at once", part_bytes=20_000, workers=1, **options))
-    monkeypatch.setattr(job, "text_blocks", partial(text_blocks, block_bytes=3000))
-    monkeypatch.setattr(count_pass, "_COUNTER_BYTES", 2000)
     monkeypatch.setattr(PreprocessOptions, "table_bytes", 4000)
     assert preprocess(PreprocessOptions(output=tmp_path / "data", part_bytes=20_000, workers=3, **options)) == expected
+    sizes = [pq.read_metadata(path).row_group(0).num_rows for path in (tmp_path / "data" / "train").iterdir()]
+    assert max(sizes) <= 30 < expected.splits["train"].shards[0].rows
 
 
 def test_one_row_is_a_training_row(tmp_path: Path, write_log: WriteLog) -> None:

@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,9 @@ from random_logs import random_rows, to_text
 from data_pipeline import runs as runs_module
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
-from data_pipeline.runs import Counter, Run, merge, write_run
+from data_pipeline.runs import Run, count_keys, merge, write_run
 
 DTYPES = [np.dtype(np.uint32), np.dtype(np.uint64)]
-COLUMNS = 2
 
 
 def merged(runs: Sequence[Run], folder: Path, column: int, dtype: np.dtype, entries: int) -> dict[int, int]:
@@ -35,29 +35,20 @@ def merged(runs: Sequence[Run], folder: Path, column: int, dtype: np.dtype, entr
 
 @settings(max_examples=100)
 @given(
-    parts=st.lists(
-        st.lists(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**32 - 1)), max_size=12), max_size=4), max_size=4
-    ),
+    parts=st.lists(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**32 - 1)), max_size=30), max_size=4),
     dtype=st.sampled_from(DTYPES),
-    room=st.integers(1, 400),
     entries=st.integers(1, 40),
     trains=st.lists(st.booleans(), min_size=4, max_size=4),
 )
-def test_counts_equal_a_dictionary(
-    parts: list[list[list[int]]], dtype: np.dtype, room: int, entries: int, trains: list[bool]
-) -> None:
+def test_counts_equal_a_dictionary(parts: list[list[int]], dtype: np.dtype, entries: int, trains: list[bool]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, runs, expected = Path(name), list[Run](), Counts[int]()
-        for number, (blocks, counts) in enumerate(zip(parts, trains, strict=False)):
-            counter = Counter(folder / str(number), columns=COLUMNS, key_dtype=dtype, room=room)
-            for block in blocks:
-                counter.add(0, np.array(block, dtype))
-                counter.add(1, np.array(block[:1], dtype))
-                expected.update({key: counts * times for key, times in Counts(block).items()})
-            runs += [Run(**{**vars(run), "trains": counts}) for run in counter.finish()]
-        first = {key for blocks, _ in zip(parts, trains, strict=False) for block in blocks for key in block[:1]}
+        for number, (keys, counts) in enumerate(zip(parts, trains, strict=False)):
+            columns = [[count_keys(np.array(column, dtype))] for column in (keys, keys[:1])]
+            runs.append(replace(write_run(folder / str(number), columns, count_bytes=4), trains=counts))
+            expected.update({key: counts * times for key, times in Counts(keys).items()})
         assert merged(runs, folder, 0, dtype, entries) == dict(expected)
-        assert merged(runs, folder, 1, dtype, entries).keys() == first
+        assert merged(runs, folder, 1, dtype, entries).keys() == {keys[0] for keys in parts if keys}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

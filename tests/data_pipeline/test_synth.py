@@ -11,8 +11,7 @@ import pandas as pd
 import pytest
 
 from data_pipeline import synth as synth_module
-from data_pipeline.planted import DRAWS, PlantedModel
-from data_pipeline.planted_columns import MISSING_RATES
+from data_pipeline.planted import DRAWS, MISSING_RATES, PlantedModel
 from data_pipeline.synth import SynthOptions, synth
 
 
