@@ -107,14 +107,6 @@ def test_compiled_layers_accept_any_batch_in_one_graph_and_see_truncated_ranks()
     compare(5)
 
 
-def test_exported_layers_accept_any_batch() -> None:
-    layer = TTLinear(1000, 500, tt_ranks=64)
-    exported = torch.export.export(layer, (torch.randn(5, 1000),), dynamic_shapes=({0: torch.export.Dim("batch", min=0)},)).module()
-    for batch in (0, 1, 7, 400):
-        x = torch.randn(batch, 1000)
-        torch.testing.assert_close(exported(x), layer(x))
-
-
 def test_a_vanished_layer_is_its_bias() -> None:
     for bias in (True, False):
         layer = build((15, 21, 4), bias=bias)
