@@ -90,7 +90,7 @@ def answers_outside(package: Path, requests: list[tuple[Tensor, ...]]) -> list[l
 
 # Other tests compile the models that are missing here, or others like them.
 def test_programs_score_the_same_outside(tmp_path: Path) -> None:
-    together, package = Together(("two tower", "bert4rec", "managed", "multi-task")).train(), tmp_path / "fast.pt2"
+    together, package = Together(("two tower", "bert4rec", "managed")).train(), tmp_path / "fast.pt2"
     cr.export(together, (requests_of(together, 0, 1),), package, form="fast")
     assert all(module.training for module in together.models.values())
     others = [requests_of(together, 9, count) for count in (1, 3)]
