@@ -124,7 +124,8 @@ class Bert4Rec(Program):
 
     def score(self, batch: Batch) -> Tensor:
         rows = self.history(batch.sparse_features)
-        padded = sum((k + 1) * rows[key].to_padded_dense(4) for k, key in enumerate(sorted(rows)))
+        keys = ("item@item", "place", "user", "item@user", "day")
+        padded = sum((k + 1) * rows[key].to_padded_dense(4) for k, key in enumerate(keys))
         return self.over(self.block(padded).mean(dim=1)).squeeze(1)
 
     @classmethod

@@ -1,9 +1,10 @@
-"""The library works without optional packages, and what needs one names the extra to install."""
+"""The library works without optional packages, naming the extra to install, and its compiled code suits other compilers."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import EXTRAS
+from hatch_build import operator_units, pipeline_units
 
 ROOT = Path(__file__).parents[1]
 OF_TORCH = {"filelock", "fsspec", "jinja2", "tqdm"}  # torch and TorchRec require these themselves
@@ -64,3 +66,17 @@ def test_every_optional_package_has_an_extra() -> None:
         packages = [*extras[extra], *(extras["pipeline"] if extra == "train" else [])]
         named = [re.split("[<>=]", package)[0].replace("-", "_") for package in packages if "comera-rec" not in package]
         assert sorted(named) == sorted(modules)
+
+
+CANDIDATES = (*(f"clang++-{version}" for version in range(30, 15, -1)), "clang++")
+CLANG = next(filter(None, map(shutil.which, CANDIDATES)), None)
+
+
+@pytest.mark.skipif(CLANG is None, reason="clang++ is not installed")
+def test_clang_accepts_every_unit() -> None:
+    version = subprocess.run([CLANG, "-dumpversion"], capture_output=True, text=True, check=True).stdout
+    if int(version.split(".")[0]) < 16:
+        pytest.skip(f"clang++ {version.strip()} is older than 16, the oldest with _Float16 on every x86-64")
+    for path, name, flags in (*operator_units(ROOT), *pipeline_units(ROOT)):
+        done = subprocess.run([CLANG, *flags, "-Werror", "-fsyntax-only", str(path)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{name}: {done.stderr}"

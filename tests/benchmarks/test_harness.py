@@ -1,4 +1,4 @@
-"""The benchmark harness: rows, percentiles, agreement, turns, memory, and whole trainings."""
+"""The benchmark harness: rows, percentiles, agreement, turns, memory, whole trainings, and small runs from end to end."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from click.testing import CliRunner
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.cli import run_command
 from benchmarks.harness.environment import describe
-from benchmarks.harness.measure import Settings, chosen
+from benchmarks.harness.measure import Settings, chosen, measure_case
 from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
 from benchmarks.harness.rows import Row, read_rows, writing_rows
 from benchmarks.harness.timing import Plan, alternate
 from benchmarks.harness.trainings import Trained, at_best_rate, best_rate, train_all
 from benchmarks.linear import LinearCase
-from benchmarks.run import run
+from benchmarks.lookup.tables import FBGEMM, ON_CPU, OURS, TT, LookupCase, LookupWorkload
+from benchmarks.preprocess import require_equal_data
+from benchmarks.preprocess_rivals import preprocess_with_pandas
+from benchmarks.run import BENCHMARKS, RESUMABLE, run
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.synth import SynthOptions, synth
 
 SMALL_LINEAR = LinearCase(batch=6, in_features=17, out_features=12, rank=3)
 
@@ -203,3 +210,62 @@ def test_rates_are_tried_until_the_best_lies_inside(best: float, further: set[fl
 def test_an_impossible_case_is_left_out() -> None:
     rows: list[Row] = []
     assert list(train_all("dlrm", CASES, lambda shapes, seed: None, Settings(), rows)) == rows == []
+
+
+FAST = ("linear", "transformer")
+FEW = Settings(plan=Plan(warmup=1, min_rounds=2, max_rounds=2), memory=False)
+SMALL = LookupCase(rows=(1009, 53), dim=8, order=3, rank=4, batch=16, bag=3, providers=(*ON_CPU, TT))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in BENCHMARKS])
+def test_a_quick_run_yields_rows(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    arguments = [name, "--quick", "--seconds", "0", "--no-memory", "--json", str(file)]
+    CliRunner().invoke(run, arguments, standalone_mode=False, catch_exceptions=False)
+    rows = read_rows(file)
+    assert {row.op for row in rows} == {name}
+    if name == "linear":
+        made = {(row.provider, row.pass_) for row in rows}
+        assert made == {(provider, pass_) for provider in ("nn.Linear", "TTLinear") for pass_ in ("forward", "forward+backward")}
+    if name in RESUMABLE:  # finished runs aren't repeated
+        CliRunner().invoke(run, arguments, standalone_mode=False, catch_exceptions=False)
+        assert read_rows(file) == rows
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_all_lookups_agree(order: int) -> None:
+    rows = measure_case("lookup", replace(SMALL, order=order), LookupWorkload, FEW)
+    assert {row.provider for row in rows} == {*ON_CPU, TT}
+    assert (FBGEMM, "forward+backward") not in {(row.provider, row.pass_) for row in rows}
+
+
+def test_a_wrong_slice_or_row_is_caught() -> None:
+    workload = LookupWorkload(SMALL, "cpu", 0)
+    made = workload.providers[OURS]()
+    wrong = next(p for name, p in made.module.named_parameters() if name.endswith("t1.core_1"))
+    with torch.no_grad():
+        wrong *= 1.001
+    with pytest.raises(Disagreement, match="is off by"):
+        require_agreement(workload.reference(), {OURS: made.verify()})
+
+    class OneWrong(LookupWorkload):
+        def _tables(self) -> list[torch.Tensor]:
+            tables = super()._tables()
+            tables[1][self.batches[0].unique_ids[1][-1]] *= 1.01
+            return tables
+
+    with pytest.raises(Disagreement, match="FBGEMM: output is off"):
+        measure_case("lookup", replace(SMALL, providers=(FBGEMM, OURS)), OneWrong, FEW)
+
+
+def test_preprocessing_equals_a_pandas_script(tmp_path: Path) -> None:
+    log, ours, rival = (tmp_path / name for name in ("log.txt", "ours", "pandas"))
+    synth(SynthOptions(rows=5000, output=log, scale=0.01))
+    preprocess(PreprocessOptions(inputs=(log,), output=ours, part_bytes=300_000))
+    preprocess_with_pandas(log, rival)
+    require_equal_data(ours, rival)
+    changed = pd.read_parquet(rival / "val.parquet")
+    changed.loc[3, "C1"] += 1
+    changed.to_parquet(rival / "val.parquet")
+    with pytest.raises(Disagreement, match="val of comera-rec and pandas differ"):
+        require_equal_data(ours, rival)
