@@ -141,15 +141,17 @@ def test_variable_batch_with_inverse_indices() -> None:
 @st.composite
 def configurations(draw: st.DrawFn) -> list[TTEmbeddingBagConfig]:
     """Draw tables that share lookups and features, or have none of their own; their ranks may differ."""
-    names = draw(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=6, unique=True))
+    names = "abcdef"[: draw(st.integers(1, 6))]
+    dims = draw(st.sampled_from([[16], [16, 8], [1, 7, 64, 128]]))
+    ranks = draw(st.sampled_from([[4, 1, 9], [(2, 3), (8, 2)], [None, 3, (2, 3), (2, 3, 2)]]))
     return [
         table(
             name,
             draw(st.lists(st.sampled_from(["f", "g", "h", "i"]), max_size=2, unique=True)),
             rows=draw(st.sampled_from([1, 2, 13, 100, 1009])),
-            dim=draw(st.sampled_from([1, 7, 16, 16, 64, 128])),
+            dim=draw(st.sampled_from(dims)),
             pooling=draw(st.sampled_from([PoolingType.SUM, PoolingType.MEAN])),
-            tt_ranks=draw(st.sampled_from([None, 1, 3, 4, (2, 3), (8, 2), (2, 3, 2)])),
+            tt_ranks=draw(st.sampled_from(ranks)),
         )
         for name in names
     ]
