@@ -1,23 +1,42 @@
-"""Models in the style of public programs, with their tables swapped, and batches for them."""
+"""Models in the style of public programs, with their tables swapped, managed collisions, and batches for them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from in_backward import _apply_optimizer_in_backward
-from managed import managed_collisions
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.optim import RowWiseAdagrad
 
 import comera_rec as cr
+
+
+def managed_collisions(
+    tables: Sequence[BaseEmbeddingConfig], *, device: str = "cpu", interval: int = 1, buckets: int = 1
+) -> ManagedCollisionCollection:
+    """Build managed collisions as large as the tables, which evict ids every `interval` batches."""
+    modules = {
+        config.name: MCHManagedCollisionModule(
+            zch_size=config.num_embeddings,
+            device=torch.device(device),
+            eviction_interval=interval,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            buckets=buckets,
+        )
+        for config in tables
+    }
+    return ManagedCollisionCollection(modules, list(tables))
+
 
 SAMPLES, DIM = 4, 8  # samples of a process
 SIZES = {"user": 120, "item": 90, "place": 70, "day": 7}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from managed import managed_collisions
+from foreign_programs import managed_collisions
 from processes import run
 from sharding import shard
 from torch import nn
