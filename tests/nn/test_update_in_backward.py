@@ -57,7 +57,8 @@ def test_optimizers_that_cannot_update_in_backward_are_refused() -> None:
 
 def test_it_can_be_undone_and_redone() -> None:
     model = two_tables()
-    first, second = torch.optim.Adagrad(model.parameters(), lr=0.1), torch.optim.Adagrad(model.parameters(), lr=0.0)
+    first = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    second = torch.optim.Adagrad([{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1}, {"params": model.parameters()}], lr=0.0)
     update_in_backward_(model, first)
     train(model, first, steps=1)
     before = copy.deepcopy(model.state_dict())
