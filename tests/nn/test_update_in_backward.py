@@ -39,6 +39,17 @@ def train(model: nn.ModuleList, optimizer: torch.optim.Optimizer, steps: int = 4
         optimizer.step()
 
 
+def test_row_wise_adagrad_is_the_same_as_applied_in_backward() -> None:
+    model, twin = two_tables(), two_tables()
+    twin.load_state_dict(model.state_dict())
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.05})
+    optimizer = RowWiseAdagrad(twin.parameters(), lr=0.05)
+    assert update_in_backward_(twin, optimizer) == ["0", "1"]
+    train(model, torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
+    train(twin, optimizer)
+    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+
+
 class Adagrad(torch.optim.Adagrad):
     """An optimizer of the same name as torch's, but not torch's."""
 
