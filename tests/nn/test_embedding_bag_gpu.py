@@ -72,4 +72,5 @@ def test_a_training_step_is_captured_in_a_cuda_graph(order: int, name: str, in_b
         step(eager, optimizers[1])
         for actual, expected in zip(bag.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(bag(ids, offsets), bag.to_dense()(ids, offsets), rtol=1e-4, atol=1e-4)
     assert all((actual - first).abs().max() > 1e-3 for actual, first in zip(bag.cores(), initial, strict=True))
