@@ -1,6 +1,6 @@
 """Swaps a table, trains, truncates, loads, exports and serves, with no packages but those that comera-rec requires.
 
-`tests/test_extras.py` runs this with the others hidden, and `make dist` in an environment without them.
+`tests/test_layers.py` runs this with the others hidden, and `make dist` in an environment without them.
 """
 
 from __future__ import annotations

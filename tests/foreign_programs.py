@@ -1,37 +1,53 @@
-"""Models in the style of public programs, with their tables swapped, and batches for them."""
+"""Models in the style of public programs, with their tables swapped, managed collisions, and batches for them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from in_backward import _apply_optimizer_in_backward
-from managed import managed_collisions
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
-from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.optim import RowWiseAdagrad
 
 import comera_rec as cr
+
+
+def managed_collisions(
+    tables: Sequence[BaseEmbeddingConfig], *, device: str = "cpu", interval: int = 1, buckets: int = 1
+) -> ManagedCollisionCollection:
+    """Build managed collisions as large as the tables, which evict ids every `interval` batches."""
+    modules = {
+        config.name: MCHManagedCollisionModule(
+            zch_size=config.num_embeddings,
+            device=torch.device(device),
+            eviction_interval=interval,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            buckets=buckets,
+        )
+        for config in tables
+    }
+    return ManagedCollisionCollection(modules, list(tables))
+
 
 SAMPLES, DIM = 4, 8  # samples of a process
 SIZES = {"user": 120, "item": 90, "place": 70, "day": 7}
 CONFIG = cr.TableCompression(tt_ranks=2, min_rows=50)  # "day" stays dense
 
 
-def tables(*names: str) -> list[EmbeddingBagConfig]:
+def tables(*names: str, kind: type = EmbeddingBagConfig) -> list[Any]:
     # TorchRec draws the values of sharded dense tables anew, so those here are all the same.
     dense = {"weight_init_min": 0.1, "weight_init_max": 0.1}
     return [
-        EmbeddingBagConfig(
-            name=name, num_embeddings=SIZES[name], embedding_dim=DIM, feature_names=[name], **(dense if name == "day" else {})
-        )
+        kind(name=name, num_embeddings=SIZES[name], embedding_dim=DIM, feature_names=[name], **(dense if name == "day" else {}))
         for name in names
     ]
 
@@ -115,78 +131,31 @@ class TwoTower(Program):
 
 
 class Bert4Rec(Program):
-    """Sequences whose tables the dense optimizer trains."""
+    """Sequences whose TT tables the dense optimizer trains; one table has two features, and one of these two tables."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        configs = [
-            EmbeddingConfig(name=name, num_embeddings=SIZES[name], embedding_dim=DIM, feature_names=[name])
-            for name in ("item", "place")
-        ]
+        configs = tables("item", "place", "user", "day", kind=EmbeddingConfig)
+        configs[2].feature_names = ["user", "item"]
         self.history = EmbeddingCollection(configs, device=torch.device(device))
         self.block = nn.TransformerEncoderLayer(DIM, 2, dim_feedforward=16, dropout=0.0, batch_first=True)
         self.over = nn.Linear(DIM, 1)
 
     def score(self, batch: Batch) -> Tensor:
         rows = self.history(batch.sparse_features)
-        padded = rows["item"].to_padded_dense(4) + rows["place"].to_padded_dense(4)
+        keys = ("item@item", "place", "user", "item@user", "day")
+        padded = sum((k + 1) * rows[key].to_padded_dense(4) for k, key in enumerate(keys))
         return self.over(self.block(padded).mean(dim=1)).squeeze(1)
+
+    @classmethod
+    def model(cls, device: str) -> nn.Module:
+        model: Any = super().model(device)
+        _apply_optimizer_in_backward(torch.optim.SGD, [model.history.embeddings["day"].weight], {"lr": 0.01})
+        return model
 
     @staticmethod
     def dense_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=0.01)
-
-
-class DeepFm(Program):
-    """TorchRec's DeepFM, which takes its inputs apart from the labels."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        names = ("user", "item", "place")  # without the dense table: sharded, TorchRec updates it by SGD unless told otherwise
-        self.deepfm = SimpleDeepFMNN(3, collection(device, *names), hidden_layer_size=32, deep_fm_dimension=32)
-
-    def score(self, batch: Batch) -> Tensor:
-        return self.deepfm(batch.dense_features, batch.sparse_features).squeeze(1)
-
-    @staticmethod
-    def served(model: Any, batch: Batch) -> tuple[nn.Module, Any]:
-        return model.deepfm, {"sparse_features": batch.sparse_features, "dense_features": batch.dense_features}
-
-
-class MultiTask(Program):
-    """Experts shared by two tasks through gates (MMoE); two tables of different dimensions look up the users."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        wide = EmbeddingBagConfig(name="taste", num_embeddings=SIZES["user"], embedding_dim=2 * DIM, feature_names=["user"])
-        self.sparse = EmbeddingBagCollection([*tables("item", "user"), wide], device=torch.device(device))
-        width = 4 * DIM + 3
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 8), nn.ReLU()) for _ in range(3))
-        self.gates = nn.ModuleDict({task: nn.Linear(width, 3) for task in ("click", "buy")})
-        self.towers = nn.ModuleDict({task: nn.Linear(8, 1) for task in ("click", "buy")})
-
-    def tasks(self, dense: Tensor, sparse: KeyedJaggedTensor) -> dict[str, Tensor]:
-        pooled = self.sparse(sparse).to_dict()
-        inputs = torch.cat([pooled["user@user"], pooled["item"], pooled["user@taste"], dense], dim=1)
-        experts = torch.stack([expert(inputs) for expert in self.experts], dim=1)
-        mixed = {task: (gate(inputs).softmax(1).unsqueeze(2) * experts).sum(1) for task, gate in self.gates.items()}
-        return {task: self.towers[task](part).squeeze(1) for task, part in mixed.items()}
-
-    def score(self, batch: Batch) -> Tensor:
-        return sum(self.tasks(batch.dense_features, batch.sparse_features).values())
-
-    @staticmethod
-    def served(model: Any, batch: Batch) -> tuple[nn.Module, Any]:
-        return _Tasks(model), (batch.dense_features, batch.sparse_features)
-
-
-class _Tasks(nn.Module):
-    def __init__(self, model: MultiTask) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> dict[str, Tensor]:
-        return {task: logits.sigmoid() for task, logits in self.model.tasks(dense, sparse).items()}
 
 
 class Managed(Program):
@@ -213,8 +182,6 @@ PROGRAMS: dict[str, type[Program]] = {
     "dlrm": Dlrm,
     "two tower": TwoTower,
     "bert4rec": Bert4Rec,
-    "deepfm": DeepFm,
-    "multi-task": MultiTask,
     "managed": Managed,
 }
 

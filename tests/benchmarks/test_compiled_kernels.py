@@ -1,18 +1,22 @@
-"""The Triton kernels compiled for GPUs that aren't present: nothing spills, and barriers are kept."""
+"""What a step launches on a GPU, without one: it never waits; compiled kernels are few, spill nothing, and keep barriers."""
 
 from __future__ import annotations
 
+import itertools
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton (Linux)")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from benchmarks.gpu.launches import count_step
+from benchmarks.gpu.launches import Step, count_step
 from benchmarks.gpu.static import compile_for_amd, compile_launch, step_kernels
+from comera_rec.ops.plan import pairs, reference
 from comera_rec.tt import TTShape
 
 OF_STEPS = [
@@ -50,3 +54,80 @@ def test_what_all_warps_read_is_replaced_after_a_barrier(name: str) -> None:
 @pytest.mark.parametrize("name", ["pool", "sum slices"])
 def test_kernels_compile_for_amd(name: str) -> None:
     assert ".vgpr_spill_count: 0" in compile_for_amd(step_kernels(128, 16)[name])
+
+
+ROWS = {2: (40, 50), 3: (12, 10, 12), 4: (6, 6, 6, 6)}
+COLS = {2: (4, 4), 3: (4, 2, 2), 4: (2, 2, 2, 2)}
+WAIT = {"_local_scalar_dense", "item", "nonzero", "unique", "_unique2", "masked_select", "lift_fresh_copy"}
+
+
+def step(order: int, *ranks: int, batch: int = 64, optimizer: str = "") -> Step:
+    """Count a step of tables that differ in their ranks; those of order 2 are updated in backward."""
+    optimizer = optimizer or ("Adagrad" if order == 2 else "Adam")
+    return count_step([TTShape(ROWS[order], COLS[order], rank) for rank in ranks], batch, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("order", ROWS)
+def test_nothing_waits_and_no_size_depends_on_the_values_of_ids(order: int) -> None:
+    # Fake tensors have no values, so waiting would have raised. Copies from the host would also break a capture.
+    assert not {name for name, _ in step(order, 8).torch} & WAIT
+
+
+@pytest.mark.parametrize(("order", "sorts"), [(2, 1), (3, 2), (4, 2)])
+def test_ids_are_sorted_for_tables_of_order_3_and_4_besides_their_slices(order: int, sorts: int) -> None:
+    assert sum(name == "sort" for name, _ in step(order, 8).torch) == sorts
+
+
+@pytest.mark.parametrize("tables", [1, 3])
+def test_the_number_of_kernels_does_not_depend_on_the_number_of_tables(tables: int) -> None:
+    shapes = [TTShape(ROWS[2], COLS[2], 8)] * tables
+    assert count_step(shapes, 16_384).kernels == 13
+    assert count_step(shapes, 16_384, hot_rows=((4, 2),)).kernels == 13 + 14
+
+
+def test_adam_steps_over_whole_cores() -> None:
+    assert ("_fused_adam_", 1) in step(2, 8, 8, optimizer="Adam").torch
+
+
+def test_a_truncation_recompiles_at_most_one_kernel() -> None:
+    before = {launch.kernel.variant for launch in step(2, 40).launches}
+    for rank in (37, 20, 15, 9, 3):
+        variants = {launch.kernel.variant for launch in step(2, rank).launches}
+        assert len(variants - before) <= 1, f"at rank {rank}"
+        before |= variants
+    assert not {launch.kernel.variant for launch in step(2, 1).launches} - before
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (4,), (3, 5)], ids=str)
+def test_a_capture_copies_no_starts_of_tables_from_the_host(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing, device = [False], torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(pairs.torch, "arange", lambda count, device: torch.ones(count).cumsum(0) - 1)
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *_, **__: tensor)
+    try:
+        expected = pairs._starts(lengths, device).tolist()
+        capturing[0] = True
+        monkeypatch.setattr(pairs.torch, "tensor", lambda *_, **__: pytest.fail("copied from the host during a capture"))
+        assert pairs._starts(lengths, device).tolist() == expected == [0, *itertools.accumulate(lengths)]
+    finally:
+        pairs._kept_starts.cache_clear()
+        reference._CAPTURED.clear()
+
+
+def test_constants_of_captured_graphs_stay_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A captured graph reads them at their old addresses, so none may be recreated; others may not pile up.
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(reference.torch, "tensor", lambda rows, device: SimpleNamespace(device=device))
+    device = torch.device("cuda")
+    captured = reference.on_device([[1, 2]], device)
+    capturing[0] = False
+    for number in range(10_000):
+        reference.on_device([[number]], device)
+    assert reference.on_device([[1, 2]], device) is captured
+    capturing[0] = True
+    monkeypatch.setattr(reference.torch, "tensor", lambda *_, **__: pytest.fail("copied from the host during a capture"))
+    assert reference.on_device([[1, 2]], device) is captured
+    assert reference._cached.cache_info().currsize < 5000
+    reference._cached.cache_clear()
+    reference._CAPTURED.clear()

@@ -1,25 +1,35 @@
-"""The benchmark harness: rows, percentiles, agreement, turns, memory, and small runs from end to end."""
+"""The benchmark harness: rows, percentiles, agreement, turns, memory, whole trainings, and small runs from end to end."""
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from click.testing import CliRunner
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.cli import run_command
 from benchmarks.harness.environment import describe
-from benchmarks.harness.measure import chosen
+from benchmarks.harness.measure import Settings, chosen, measure_case
 from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
 from benchmarks.harness.rows import Row, read_rows, writing_rows
 from benchmarks.harness.timing import Plan, alternate
+from benchmarks.harness.trainings import Trained, at_best_rate, best_rate, train_all
 from benchmarks.linear import LinearCase
-from benchmarks.run import run
+from benchmarks.lookup.tables import FBGEMM, ON_CPU, OURS, TT, LookupCase, LookupWorkload
+from benchmarks.preprocess import require_equal_data
+from benchmarks.preprocess_rivals import preprocess_with_pandas
+from benchmarks.run import BENCHMARKS, RESUMABLE, run
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.synth import SynthOptions, synth
 
 SMALL_LINEAR = LinearCase(batch=6, in_features=17, out_features=12, rank=3)
 
@@ -156,3 +166,106 @@ class TestCommand:
         assert stopped.value.code == 2
         assert message in printed
         assert printed.count("\n") == 1
+
+
+CASES = [({"method": "a", "dim": 4}, (0.01, 0.02, 0.03)), ({"method": "b", "dim": 4}, (0.05,))]
+
+
+def trained(rows: list[Row], **only: str) -> list[tuple[str, float, int]]:
+    """Method, rate and seed of each run that was not finished; the best rate is 0.02."""
+    runs = []
+
+    def train(shapes: dict[str, Any], seed: int) -> Trained:
+        runs.append((shapes["method"], shapes["lr"], seed))
+        return 0.9 - shapes["lr"], {"val_ne": abs(shapes["lr"] - 0.02)}
+
+    new = [row for case in train_all("dlrm", CASES, train, Settings(only=only), rows) for row in case]
+    assert rows[len(rows) - len(new) :] == new
+    assert [(row.provider, row.shapes["lr"], row.seed) for row in new] == runs
+    return runs
+
+
+def test_other_seeds_use_the_best_rate_and_finished_runs_are_not_repeated() -> None:
+    rows: list[Row] = []
+    first = [("a", 0.01, 0), ("a", 0.02, 0), ("a", 0.03, 0), ("b", 0.05, 0)]
+    assert trained(rows) == [*first, ("a", 0.02, 1), ("b", 0.05, 1), ("a", 0.02, 2), ("b", 0.05, 2)]
+    assert [row.seed for row in at_best_rate(rows) if row.provider == "a"] == [0, 1, 2]
+    assert best_rate(rows, {"method": "c", "dim": 4}) is None
+    assert trained(list(rows)) == []
+    assert trained(rows[:5], method="b|c") == [("b", 0.05, 1), ("b", 0.05, 2)]
+
+
+@pytest.mark.parametrize(("best", "further"), [(0.01, set()), (0.03, {0.1}), (0.001, {0.001, 0.0003}), (3.0, {0.1, 0.3, 1.0})])
+def test_rates_are_tried_until_the_best_lies_inside(best: float, further: set[float]) -> None:
+    def train(shapes: dict[str, Any], seed: int) -> Trained:
+        return 1.0, {"val_ne": abs(math.log(shapes["lr"] / best))}
+
+    rows: list[Row] = []
+    cases = [({"method": "dense"}, (0.003, 0.01, 0.03))]
+    list(train_all("quality", cases, train, Settings(), rows, more_rates=(0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)))
+    assert {row.shapes["lr"] for row in rows if row.seed == 0} == {0.003, 0.01, 0.03, *further}
+    assert {row.shapes["lr"] for row in rows if row.seed > 0} == {min(best, 1.0)}
+
+
+def test_an_impossible_case_is_left_out() -> None:
+    rows: list[Row] = []
+    assert list(train_all("dlrm", CASES, lambda shapes, seed: None, Settings(), rows)) == rows == []
+
+
+FAST = ("linear", "transformer")
+FEW = Settings(plan=Plan(warmup=1, min_rounds=2, max_rounds=2), memory=False)
+SMALL = LookupCase(rows=(1009, 53), dim=8, order=3, rank=4, batch=16, bag=3, providers=(*ON_CPU, TT))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in BENCHMARKS])
+def test_a_quick_run_yields_rows(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    arguments = [name, "--quick", "--seconds", "0", "--no-memory", "--json", str(file)]
+    CliRunner().invoke(run, arguments, standalone_mode=False, catch_exceptions=False)
+    rows = read_rows(file)
+    assert {row.op for row in rows} == {name}
+    if name == "linear":
+        made = {(row.provider, row.pass_) for row in rows}
+        assert made == {(provider, pass_) for provider in ("nn.Linear", "TTLinear") for pass_ in ("forward", "forward+backward")}
+    if name in RESUMABLE:  # finished runs aren't repeated
+        CliRunner().invoke(run, arguments, standalone_mode=False, catch_exceptions=False)
+        assert read_rows(file) == rows
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_all_lookups_agree(order: int) -> None:
+    rows = measure_case("lookup", replace(SMALL, order=order), LookupWorkload, FEW)
+    assert {row.provider for row in rows} == {*ON_CPU, TT}
+    assert (FBGEMM, "forward+backward") not in {(row.provider, row.pass_) for row in rows}
+
+
+def test_a_wrong_slice_or_row_is_caught() -> None:
+    workload = LookupWorkload(SMALL, "cpu", 0)
+    made = workload.providers[OURS]()
+    wrong = next(p for name, p in made.module.named_parameters() if name.endswith("t1.core_1"))
+    with torch.no_grad():
+        wrong *= 1.001
+    with pytest.raises(Disagreement, match="is off by"):
+        require_agreement(workload.reference(), {OURS: made.verify()})
+
+    class OneWrong(LookupWorkload):
+        def _tables(self) -> list[torch.Tensor]:
+            tables = super()._tables()
+            tables[1][self.batches[0].unique_ids[1][-1]] *= 1.01
+            return tables
+
+    with pytest.raises(Disagreement, match="FBGEMM: output is off"):
+        measure_case("lookup", replace(SMALL, providers=(FBGEMM, OURS)), OneWrong, FEW)
+
+
+def test_preprocessing_equals_a_pandas_script(tmp_path: Path) -> None:
+    log, ours, rival = (tmp_path / name for name in ("log.txt", "ours", "pandas"))
+    synth(SynthOptions(rows=5000, output=log, scale=0.01))
+    preprocess(PreprocessOptions(inputs=(log,), output=ours, part_bytes=300_000))
+    preprocess_with_pandas(log, rival)
+    require_equal_data(ours, rival)
+    changed = pd.read_parquet(rival / "val.parquet")
+    changed.loc[3, "C1"] += 1
+    changed.to_parquet(rival / "val.parquet")
+    with pytest.raises(Disagreement, match="val of comera-rec and pandas differ"):
+        require_equal_data(ours, rival)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from foreign_programs import managed_collisions
 from in_backward import _apply_optimizer_in_backward
-from managed import managed_collisions
 from processes import run
 from sharding import shard
 from torch import Tensor, nn

@@ -1,16 +1,25 @@
-"""Plans for TT tables and dense tables together."""
+"""Plans for TT tables and dense tables together: the cheapest by the planner's estimates, whose bytes are those that are sent."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from managed import managed_collisions
+import torch.distributed as dist
+from foreign_programs import managed_collisions
 from processes import run
+from sharding import shard
 from torch import nn
-from torchrec import EmbeddingBagCollection
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -155,3 +164,135 @@ def test_storage_counts_the_optimizers_states_and_the_tables_type() -> None:
     )
     with pytest.raises(ValueError, match="optimizer_states is -1: give 2 for Adam"):
         cr.TTShardingPlanner(Topology(world_size=2, compute_device="cpu"), optimizer_states=-1)
+
+
+# Bytes per ms of an H100, of NVLink and of a network adapter for each GPU, at six tenths of the data sheets' rates.
+RATES = {"hbm_mem_bw": 2.01e9, "intra_host_bw": 2.7e8, "inter_host_bw": 3e7}
+BATCHES, DIMS, RANKS, WORLDS = (32, 1024, 32_768), (16, 128), (4, 64), (1, 2, 4, 16)
+
+
+def ranked(name: str, rows: int, dim: int, rank: int) -> Table:
+    return Table(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f_{name}"], tt_ranks=rank)
+
+
+def placements(option: ShardingOption, world_size: int) -> list[dict[int, float]]:
+    """Time by device, for each way of placing an option."""
+    times = [shard.perf.total for shard in option.shards]
+    if option.sharding_type == "table_wise":
+        return [{device: times[0]} for device in range(world_size)]
+    return [dict(enumerate(times))]
+
+
+def cheapest(options: list[ShardingOption], world_size: int) -> float:
+    """Cost of the cheapest plan, by trying every option of every ranked on every device."""
+    of_tables = defaultdict(list)
+    for option in options:
+        of_tables[option.name] += placements(option, world_size)
+    return min(
+        max(sum(placed.get(device, 0.0) for placed in plan) for device in range(world_size))
+        for plan in product(*of_tables.values())
+    )
+
+
+def chosen(model: nn.Module, devices: Topology, batch: int) -> tuple[float, set[str]]:
+    planner = cr.TTShardingPlanner(devices, batch, stats=[])
+    planner.plan(model, [cr.TTEmbeddingBagCollectionSharder()])
+    plan = planner._best_plan
+    return planner._perf_model.rate(plan), {option.sharding_type for option in plan}
+
+
+def test_the_cheapest_plan_is_chosen_over_a_grid() -> None:
+    kinds = set()
+    for batch, dim, rank, world in product(BATCHES, DIMS, RANKS, WORLDS):
+        tables = [ranked("large", 3_000_000, dim, rank), ranked("small", 20_000, dim, rank)]
+        model = nn.Sequential(TTEmbeddingBagCollection(tables, device="meta"))
+        devices = Topology(world, "cuda", hbm_cap=80 << 30, local_world_size=min(world, 8), **RATES)
+        options = TTEnumerator(devices, batch).enumerate(model, [cr.TTEmbeddingBagCollectionSharder()])
+        rating, chosen_kinds = chosen(model, devices, batch)
+        assert rating == pytest.approx(cheapest(options, world), rel=1e-9), (batch, dim, rank, world)
+        kinds |= chosen_kinds
+    assert {"data_parallel", "table_wise"} <= kinds  # the grid covers both choices
+
+
+WORLD, BATCH, ROWS, DIM = 4, 655, 20_000, 64
+SHAPE = cr.TTShape.for_table(ROWS, DIM, tt_ranks=1)
+
+
+class Values(nn.Module):
+    """The values of a collection's output; DDP averages gradients only of a model that returns tensors."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        return self.collection(features).values()
+
+
+@contextmanager
+def counted(model: DistributedModelParallel) -> Iterator[Counter[str]]:
+    """Count bytes sent by collective: those that TorchRec calls, and DDP's all-reduce as a ring, 2 (W - 1) / W of them."""
+    sent: Counter[str] = Counter()
+    wrapped = model._dmp_wrapped_module
+    if isinstance(wrapped, DistributedDataParallel):
+
+        def count_and_reduce(group, bucket):  # DDP reads annotations, which must not be strings
+            sent["all-reduce"] += round(2 * (WORLD - 1) / WORLD * bucket.buffer().nbytes)
+            return allreduce_hook(group, bucket)
+
+        wrapped.register_comm_hook(dist.group.WORLD, count_and_reduce)
+    rank = dist.get_rank()
+    sizes: Mapping[str, Callable[..., int]] = {
+        "all_to_all_single": lambda output, input, output_split_sizes=None, input_split_sizes=None, **_: (
+            input.nbytes - (input_split_sizes[rank] * input[:1].nbytes if input_split_sizes else input.nbytes // WORLD)
+        ),
+        "all_gather": lambda tensor_list, tensor, **_: tensor.nbytes * (WORLD - 1),
+        "all_gather_into_tensor": lambda output_tensor, input_tensor, **_: input_tensor.nbytes * (WORLD - 1),
+        "reduce_scatter": lambda output, input_list, **_: sum(part.nbytes for k, part in enumerate(input_list) if k != rank),
+        "reduce_scatter_tensor": lambda output, input, **_: input.nbytes - output.nbytes,
+    }
+
+    def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            collective = name.removesuffix("_single").removesuffix("_into_tensor").removesuffix("_tensor").replace("_", "-")
+            sent[collective] += sizes[name](*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in sizes:
+            patch.setattr(dist, name, counting(name, getattr(dist, name)))
+        yield sent
+
+
+def sent_in_a_step(rank: int) -> list[Counter[str]]:
+    """Count what a process sends, for each sharding type."""
+    table = cr.TTEmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"], shape=SHAPE)
+    features, counts = KeyedJaggedTensor(["f"], torch.randint(ROWS, (BATCH,)), lengths=torch.ones(BATCH, dtype=torch.int64)), []
+    for kind in KINDS:
+        sharded = shard(Values(cr.TTEmbeddingBagCollection([table])), {"t": kind}, batch=BATCH)
+        with counted(sharded) as sent:
+            sharded(features).sum().backward()
+        counts.append(Counter(sent))
+    return counts
+
+
+def planned_bytes(kind: str) -> dict[str, float]:
+    counts = count_bytes(kind, SHAPE, DIM, 1, BATCH, BATCH, WORLD)
+    if kind == "data_parallel":
+        return {"all-reduce": counts["gradients"]}
+    if kind == "table_wise":  # the owner alone sends bags, and the others alone send their gradients
+        return {"all-to-all": counts["ids"] + 2 * counts["bags"] / WORLD}
+    bags = {"reduce-scatter": counts["bags"], "all-gather": counts["bags"]}
+    return {"all-to-all": counts["ids"], "all-reduce": counts["gradients"], **bags}
+
+
+@pytest.mark.distributed
+def test_counted_bytes_agree_with_the_planners_in_every_collective() -> None:
+    for kind, *of_processes in zip(KINDS, *run(WORLD, sent_in_a_step), strict=True):
+        total = sum(of_processes, Counter())
+        assert set(total) <= {*planned_bytes(kind), "all-to-all"}
+        for collective, size in planned_bytes(kind).items():
+            # Besides these, processes send each other sizes.
+            assert total[collective] / WORLD == pytest.approx(size, rel=0.01, abs=200), (kind, collective)

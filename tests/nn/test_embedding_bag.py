@@ -1,15 +1,20 @@
-"""TTEmbeddingBag agrees with nn.EmbeddingBag over the dense matrix: outputs and the gradients of every parameter."""
+"""TTEmbeddingBag and TTEmbedding agree with torch's layers over the dense matrix: outputs and the gradients of every parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from comera_rec import TTEmbeddingBag, TTLinear, TTShape
+from comera_rec import TTEmbedding, TTEmbeddingBag, TTLinear, TTShape
 from comera_rec.tt import is_slice_major
 
 # Table sizes, modes and ranks: orders 1 to 4, primes whose last rows and columns are padding, rank 1, sizes that fit exactly.
@@ -25,9 +30,11 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 every_mode = pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 
 
-def build(size: tuple[int, int, TTShape], dtype: torch.dtype = torch.float64, **arguments: object) -> TTEmbeddingBag:
-    """Build a bag whose rank parameters differ from 1, so that their gradients are tested as well."""
-    bag = TTEmbeddingBag(size[0], size[1], shape=size[2], dtype=dtype, **arguments)  # type: ignore[arg-type]
+def build(
+    size: tuple[int, int, TTShape], dtype: torch.dtype = torch.float64, *, kind: type = TTEmbeddingBag, **arguments: object
+) -> Any:
+    """Build a table whose rank parameters differ from 1, so that their gradients are tested as well."""
+    bag = kind(size[0], size[1], shape=size[2], dtype=dtype, **arguments)
     with torch.no_grad():
         for rank in bag.rank_parameters():
             rank.uniform_(0.5, 1.5)
@@ -119,17 +126,39 @@ def test_torch_compile_with_inductor(size: tuple[int, int, TTShape]) -> None:
     compare_with_eager(bag, compiled, [(ids, torch.arange(len(ids)))])
 
 
-@pytest.mark.parametrize(("last", "strict"), [(True, True), (False, False)])
-def test_an_exported_bag_takes_any_number_of_ids_and_bags(last: bool, strict: bool) -> None:
-    bag = build(SHAPES[0], torch.float32, include_last_offset=last).eval()
+class Scores(TTEmbedding):
+    """A table that gives scores."""
 
-    def batch(ids: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
-        return ids, torch.tensor([*starts, len(ids)] if last else starts)
+    def forward(self, input: Tensor) -> Tensor:
+        return self.logits(input)
 
-    any_size = {0: torch.export.Dim.DYNAMIC}
-    exported = torch.export.export(bag, batch(torch.arange(9), [0, 2, 5]), dynamic_shapes=(any_size, any_size), strict=strict)
-    batches = [batch(torch.arange(14), [0, 2, 5]), batch(torch.arange(14), [0, 3, 3, 8, 10]), batch(torch.arange(4), [0, 1])]
-    compare_with_eager(bag, exported.module(), batches)
+
+def bags_of(ids: int, *starts: int) -> tuple[Tensor, ...]:
+    return torch.arange(ids), torch.tensor(starts), torch.rand(ids)
+
+
+# Modules, and batches, the first of which is the sample.
+EXPORTED: dict[str, tuple[Callable[[], nn.Module], list[tuple[Tensor, ...]]]] = {
+    "bags": (lambda: build(SHAPES[0], torch.float32), [bags_of(9, 0, 2, 5), bags_of(14, 0, 3, 3, 8, 10), bags_of(4, 0, 1)]),
+    "bags to the last offset": (
+        lambda: build(SHAPES[0], torch.float32, include_last_offset=True),
+        [bags_of(9, 0, 2, 5, 9), bags_of(14, 0, 3, 3, 8, 10, 14), bags_of(4, 0, 1, 4)],
+    ),
+    "rows": (lambda: TTEmbedding(300, 32, tt_ranks=8), [(torch.randint(300, (count, 6)),) for count in (4, 2, 90)]),
+    "scores": (lambda: Scores(300, 64, tt_ranks=16), [(torch.randn(count, 64),) for count in (9, 2, 5000)]),
+    "a layer": (lambda: TTLinear(1000, 500, tt_ranks=64), [(torch.randn(count, 1000),) for count in (5, 0, 1, 7, 400)]),
+}
+
+
+@pytest.mark.parametrize(("name", "strict"), [*product(EXPORTED, [False]), ("bags", True), ("rows", True), ("a layer", True)])
+def test_exported_modules_take_batches_of_any_size_in_any_layout(name: str, strict: bool) -> None:
+    make, batches = EXPORTED[name]
+    module, any_size = make().eval(), {0: torch.export.Dim.DYNAMIC}
+    exported = torch.export.export(module, batches[0], dynamic_shapes=(any_size,) * len(batches[0]), strict=strict).module()
+    for batch in batches:
+        strided = [torch.stack([argument, argument], dim=1)[:, 0] for argument in batch]
+        for arguments in (batch, strided):
+            torch.testing.assert_close(exported(*arguments), module(*batch), rtol=1e-4, atol=1e-5)
 
 
 @every_dtype
@@ -243,3 +272,61 @@ def test_from_dense_with_a_tolerance_shrinks_the_ranks() -> None:
     assert float((bag.dense_matrix() - dense.weight).detach().norm()) <= 0.01 * float(dense.weight.detach().norm())
     norms = [float(core.detach().norm()) for core in bag.cores()]
     assert max(norms) == pytest.approx(min(norms)), "the scale is spread evenly over the cores"
+
+
+@given(data=st.data())
+def test_rows_and_scores_are_those_of_the_dense_matrix(data: st.DataObject) -> None:
+    draw, order = data.draw, data.draw(st.integers(1, 4))
+    modes = st.lists(st.integers(1, 5), min_size=order, max_size=order)
+    ranks = st.lists(st.integers(1, 4), min_size=order - 1, max_size=order - 1)
+    shape = TTShape(draw(modes), draw(modes), draw(ranks))
+    size = draw(st.integers(1, shape.num_rows)), draw(st.integers(1, shape.num_cols)), shape
+    leading = draw(st.lists(st.integers(0, 4), max_size=3))
+    embedding = build(size, kind=TTEmbedding)
+    dense, ids = embedding.dense_matrix(), torch.randint(size[0], leading)
+    assert_same(embedding(ids), F.embedding(ids, dense), list(embedding.parameters()))
+    torch.testing.assert_close(embedding(ids), embedding.to_dense()(ids))
+    torch.testing.assert_close(embedding.float()(ids).double(), F.embedding(ids, dense), rtol=1e-4, atol=1e-4)
+    x = torch.randn(*leading, size[1], dtype=torch.float64, requires_grad=True)
+    assert_same(embedding.double().logits(x), x @ embedding.dense_matrix().mT, [x, *embedding.parameters()])
+
+
+@pytest.mark.parametrize("size", [SHAPES[2], (60, 24, TTShape((3, 20), (12, 2), 4))], ids=str)
+def test_padding_has_no_score_in_either_form(size: tuple[int, int, TTShape]) -> None:
+    embedding = TTEmbedding(size[0], size[1], shape=size[2], padding_idx=3, dtype=torch.float64)
+    x = torch.randn(2, size[1], dtype=torch.float64)
+    scores = embedding.logits(x)
+    assert not scores[:, 3].any()
+    torch.testing.assert_close(scores, x @ embedding.to_dense().weight.mT)
+
+
+def flops_of_logits(embedding: TTEmbedding, tokens: int) -> int:
+    with FlopCounterMode(display=False) as flops, torch.no_grad():
+        embedding.logits(torch.zeros(tokens, embedding.embedding_dim))
+    return int(flops.get_total_flops())
+
+
+def test_scores_take_few_operations_and_a_small_table_is_formed_for_many_tokens() -> None:
+    small = TTEmbedding(4000, 256, shape=TTShape((16, 16, 16), (4, 8, 8), 48))
+    formed, path = 2 * 4096 * 256, 2 * 4 * 48 * 256 * (64 + 16)  # for each token
+    assert flops_of_logits(small, 11) - flops_of_logits(small, 10) == path
+    assert flops_of_logits(small, 101) - flops_of_logits(small, 100) <= formed < path
+    x = torch.randn(100, 256)
+    torch.testing.assert_close(small.logits(x)[:1], small.logits(x[:1]), rtol=1e-4, atol=1e-4)
+    # x (16 x 48) by the right part (48 x 32*100), then the left part (320 x 16*32) by that (16*32 x 100)
+    large = TTEmbedding(32_000, 768, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32))
+    assert flops_of_logits(large, 301) - flops_of_logits(large, 300) == 2 * (16 * 48 * 32 * 100 + 320 * 16 * 32 * 100)
+
+
+def test_dense_forms_are_frozen_where_layers_are() -> None:
+    layers = TTEmbedding(300, 32, tt_ranks=8), TTEmbeddingBag(300, 32, tt_ranks=8), TTLinear(64, 64, tt_ranks=8)
+    for layer in layers:
+        assert all(parameter.requires_grad for parameter in layer.to_dense().parameters())
+        assert not any(parameter.requires_grad for parameter in layer.requires_grad_(False).to_dense().parameters())
+
+
+def test_a_vanished_table_is_zero() -> None:
+    embedding = build(SHAPES[2], kind=TTEmbedding)
+    embedding.resize_ranks_((0, 0))
+    assert torch.equal(embedding(torch.tensor([[3, 100]])), torch.zeros(1, 2, 11, dtype=torch.float64))
+    assert torch.equal(embedding.logits(torch.ones(2, 11, dtype=torch.float64)), torch.zeros(2, 101, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Hot rows: what they add to a table, and that everything that changes ranks treats them like other TT modules."""
+"""Hot rows, which may follow frequent ids, and row orders: what they change in a table, and nothing else; ranks change in both."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward
-from torch import nn
+from torch import Tensor, nn
 
 import comera_rec as cr
 from comera_rec import TTEmbedding, TTEmbeddingBag, TTShape
-from comera_rec.nn import TTModule, update_in_backward_
+from comera_rec.nn import TTModule, rerank_hot_rows_, update_in_backward_
 from comera_rec.rank import keep_ranks_
+from comera_rec.serving.lookups import FastTables, PortableTables
+from comera_rec.serving.tables import served_table
 from comera_rec.tt import blocks_params, choose_hot_blocks
 
 BLOCKS = ((4, 3), (20, 2))
@@ -141,3 +145,133 @@ def test_blocks_that_do_not_fit_are_refused(blocks: tuple[tuple[int, int], ...],
         cr.TTEmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=12, tt_ranks=2, hot_rows=blocks)
     with pytest.raises(ValueError, match="which a dense table can't have: give tt_ranks or shape"):
         cr.TTEmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=12, hot_rows=blocks)
+
+
+ROWS, HOT = 600, ((20, 8), (40, 3))
+
+
+def trained(row_order: torch.Tensor | None = None) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"pages": TTEmbedding(ROWS, 8, tt_ranks=3, hot_rows=HOT, row_order=row_order)})
+    for block in model["pages"].hot_blocks():
+        nn.init.normal_(block.core_0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model["pages"](torch.arange(ROWS)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_frequent_ids_get_hot_rows_and_other_ids_keep_their_values(ordered: bool) -> None:
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)) if ordered else None
+    model, optimizer = trained(order)
+    table = model["pages"]
+    row_of = torch.arange(ROWS) if order is None else order
+    id_of = row_of.argsort()
+    before = table.dense_matrix()
+    states = [optimizer.state[block.core_0]["exp_avg"] for block in table.hot_blocks()]
+    counts = 100 * (ROWS - row_of)  # as hot rows are now
+    wide, narrow, cold = id_of[400], id_of[401], id_of[[5, 30]]
+    counts[wide], counts[narrow], counts[cold] = 10**6, int(counts[id_of[50]]), 0
+    assert rerank_hot_rows_(model, optimizer, {"pages": counts}) == {"pages": 2}
+    rows = table.row_order
+    assert rows is not None
+    assert rows[wide] < 20 <= rows[narrow] < 60
+    assert all(rows[cold] >= 60)
+    after = table.dense_matrix()
+    torch.testing.assert_close(after[wide], before[wide])  # a block as wide as the table fits them exactly
+    moved = rows != row_of
+    assert moved.sum() == 4
+    assert torch.equal(after[~moved], before[~moved])
+    for block, state in zip(table.hot_blocks(), states, strict=True):
+        zero = (state == 0).all(dim=(0, 2, 3)).nonzero().flatten() + block.first
+        assert zero.tolist() == sorted(row for row in rows[moved].tolist() if block.first <= row < block.first + block.num_rows)
+
+
+def test_differences_by_chance_move_nothing() -> None:
+    model, optimizer = trained()
+    counts = torch.poisson(torch.full((ROWS,), 20.0), torch.Generator().manual_seed(0))
+    assert rerank_hot_rows_(model, optimizer, {"pages": counts})["pages"] <= 5
+
+
+def test_mistakes_are_named() -> None:
+    model, _ = trained()
+    with pytest.raises(ValueError, match=r"'users' names 0 TT tables with hot rows, not one: the model has \['pages'\]"):
+        rerank_hot_rows_(model, None, {"users": torch.zeros(ROWS)})
+    both = nn.ModuleDict({"a": model, "b": copy.deepcopy(model)})
+    with pytest.raises(ValueError, match="'pages' names 2 TT tables"):
+        rerank_hot_rows_(both, None, {"pages": torch.zeros(ROWS)})
+    others = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    counts = torch.zeros(ROWS).index_fill(0, torch.tensor([ROWS - 1]), 100)
+    assert rerank_hot_rows_(both, others, {"b.pages": counts}) == {"b.pages": 1}
+    assert not others.state_dict()["state"]
+    with pytest.raises(ValueError, match=r"frequencies of 'pages' have shape \(5,\): give 600 counts"):
+        rerank_hot_rows_(model, None, {"pages": torch.zeros(5)})
+
+
+def test_tables_of_collections_go_by_name() -> None:
+    config = cr.TTEmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"], tt_ranks=2, hot_rows=HOT)
+    model = nn.Sequential(cr.TTEmbeddingBagCollection([config]))
+    counts = torch.zeros(ROWS).index_fill(0, torch.tensor([ROWS - 1]), 100)
+    assert rerank_hot_rows_(model, None, {"t": counts}) == {"t": 1}
+
+
+ORDERED_ROWS, DIM = 60, 12
+
+
+def pair(kind: type, hot: bool = False, **options: object) -> tuple[cr.TTEmbeddingBag, cr.TTEmbeddingBag, Tensor]:
+    """A table, one of the same values with a row order, and the order."""
+    order = torch.randperm(ORDERED_ROWS)
+    plain = kind(ORDERED_ROWS, DIM, hot_rows=((10, 3), (20, 2)) if hot else (), **options)
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter)
+    ordered = copy.deepcopy(plain)
+    ordered.set_row_order_(order)
+    return plain, ordered, order
+
+
+@given(hot=st.booleans(), order=st.sampled_from([2, 3]), dtype=st.sampled_from([torch.int32, torch.int64]), seed=st.integers(0, 99))
+def test_lookups_and_gradients_are_those_of_the_rows(hot: bool, order: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    plain, ordered, rows = pair(cr.TTEmbeddingBag, hot, shape=cr.TTShape.for_table(ORDERED_ROWS, DIM, tt_ranks=3, order=order))
+    ids, offsets = torch.randint(ORDERED_ROWS, (31,), dtype=dtype), torch.tensor([0, 4, 4, 20])
+    expected, bags = plain(rows[ids.long()], offsets), ordered(ids, offsets)
+    torch.testing.assert_close(bags, expected)
+    for one, other in zip(plain.parameters(), ordered.parameters(), strict=True):
+        gradients = torch.autograd.grad(expected.square().sum(), one, retain_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(bags.square().sum(), other, retain_graph=True), gradients)
+    torch.testing.assert_close(ordered.dense_matrix(), plain.dense_matrix()[rows])
+    torch.testing.assert_close(ordered.to_dense()(ids.long(), offsets), bags)
+
+
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("tokens", [1, 500])
+def test_logits_are_by_id(hot: bool, tokens: int) -> None:
+    _, ordered, _ = pair(TTEmbedding, hot, padding_idx=5)
+    x = torch.randn(tokens, DIM)
+    expected = x @ ordered.dense_matrix().mT
+    expected[:, 5] = 0
+    torch.testing.assert_close(ordered.logits(x), expected)
+
+
+def test_a_state_dict_brings_its_order(tmp_path) -> None:
+    _, ordered, rows = pair(cr.TTEmbeddingBag)
+    fresh = cr.TTEmbeddingBag(ORDERED_ROWS, DIM, tt_ranks=4)
+    fresh.load_state_dict(ordered.state_dict())
+    torch.testing.assert_close(fresh.dense_matrix(), ordered.dense_matrix())
+    with pytest.raises(RuntimeError, match="row_order"):
+        ordered.load_state_dict(cr.TTEmbeddingBag(ORDERED_ROWS, DIM, tt_ranks=4).state_dict())
+    matrix = torch.randn(ORDERED_ROWS, DIM)
+    full = cr.TTEmbeddingBag(ORDERED_ROWS, DIM, tt_ranks=60, row_order=rows)
+    full.set_dense_matrix_(matrix)
+    torch.testing.assert_close(full.dense_matrix(), matrix, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", [PortableTables, FastTables])
+def test_served_tables_follow_it(form: type) -> None:
+    plain, ordered, _ = pair(cr.TTEmbeddingBag, True, include_last_offset=True)
+    tables = form([served_table(plain), served_table(ordered)], torch.float32)
+    ids = torch.randint(ORDERED_ROWS, (16,))
+    bags = tables(ids, torch.tensor([3, 5, 2, 6]))
+    torch.testing.assert_close(bags[:, 0], plain(ids[:8], torch.tensor([0, 3, 8])))
+    torch.testing.assert_close(bags[:, 1], ordered(ids[8:], torch.tensor([0, 2, 8])))

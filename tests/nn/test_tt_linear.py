@@ -1,8 +1,11 @@
-"""TTLinear agrees with nn.Linear over the dense weight: outputs and the gradients of every parameter and of the input."""
+"""TTLinear agrees with nn.Linear over the dense weight, in outputs and gradients; which layers compress_ replaces."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import logging
+import re
 
 import pytest
 import torch
@@ -10,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from comera_rec import TTLinear, TTShape
-from comera_rec.rank import truncate_ranks_
+from comera_rec import LinearCompression, TTLinear, TTShape, compress_, export_dense
+from comera_rec.nn import named_tt_modules
+from comera_rec.rank import count_tt_params, size_surrogate, truncate_ranks_
 
 # in_features, out_features, order: powers, odd sizes that need padding, primes, one feature
 SIZES = [(16, 8, 2), (15, 21, 4), (31, 17, 4), (64, 27, 6), (30, 16, 8), (1, 5, 2), (7, 1, 4)]
@@ -90,14 +94,6 @@ def test_compiled_layers_accept_any_batch_in_one_graph_and_see_truncated_ranks()
     compare(5)
 
 
-def test_exported_layers_accept_any_batch() -> None:
-    layer = TTLinear(1000, 500, tt_ranks=64)
-    exported = torch.export.export(layer, (torch.randn(5, 1000),), dynamic_shapes=({0: torch.export.Dim("batch", min=0)},)).module()
-    for batch in (0, 1, 7, 400):
-        x = torch.randn(batch, 1000)
-        torch.testing.assert_close(exported(x), layer(x))
-
-
 def test_a_vanished_layer_is_its_bias() -> None:
     for bias in (True, False):
         layer = build((15, 21, 4), bias=bias)
@@ -139,3 +135,189 @@ def test_cores_must_stay_parameters() -> None:
     layer = prune.l1_unstructured(TTLinear(16, 16, tt_ranks=2), "core_0", 0.5)
     with pytest.raises(ValueError, match=r"core_0 of a TTLinear isn't a parameter any more: don't parametrize or prune TT modules"):
         layer(torch.ones(1, 16))
+
+
+class Tower(nn.Module):
+    """A model with two large layers, one of them used twice, and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 128)
+        self.body = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), self.first)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.first(x)))
+
+
+def tt_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, TTLinear)]
+
+
+def test_large_layers_are_replaced_and_shared_ones_stay_shared() -> None:
+    model = Tower().eval()
+    head = model.head
+    assert compress_(model, linears=LinearCompression(tt_ranks=8)) is model
+    assert tt_names(model) == ["first", "body.0", "body.2"]
+    assert model.first is model.body[2]
+    assert model.head is head, "a layer below min_features is left alone"
+    assert isinstance(model.body[0], TTLinear)
+    assert model.body[0].bias is None
+    assert model.body[0].shape.ranks == (8, 8, 8)
+    assert not model.first.training
+    model(torch.randn(3, 256)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_model_itself_may_be_a_layer() -> None:
+    layer, x = nn.Linear(200, 130, dtype=torch.float64), torch.randn(3, 200, dtype=torch.float64)
+    compressed = compress_(layer, linears=LinearCompression(tt_ranks=10**6, order=2, policy="always"), init="tt_svd")
+    assert isinstance(compressed, TTLinear)
+    torch.testing.assert_close(compressed(x), layer(x))
+    assert type(export_dense(compressed)) is nn.Linear
+
+
+def test_policy_auto_leaves_layers_that_would_not_get_smaller_and_faster() -> None:
+    assert LinearCompression(tt_ranks=(200,)).decide(256, 256).shape is None
+    assert LinearCompression(tt_ranks=200, order=2, policy="always").decide(256, 256).shape is not None
+    # Fewer parameters, but the middle rank needs about as many multiply-adds as the dense layer.
+    slower = LinearCompression(tt_ranks=(32, 500, 32)).decide(1024, 1024)
+    assert slower.shape is None
+    assert re.fullmatch(r"stays dense: ranks .*, 1.0x smaller, predicted .* at batch 4096, less than 1.2x", slower.reason)
+    # It decides for the batch.
+    assert LinearCompression(tt_ranks=16, batch=4096).decide(256, 256).shape is not None
+    assert LinearCompression(tt_ranks=16, batch=8).decide(256, 256).shape is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's fast path in evaluation
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_transformer_encoder_runs_in_both_modes(batch_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=batch_first)
+    dense = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
+    model = compress_(copy.deepcopy(dense), linears=LinearCompression(tt_ranks=10**6, policy="always"), init="tt_svd")
+    assert tt_names(model) == [f"layers.{k}.linear{i}" for k in (0, 1) for i in (1, 2)], "attention stays dense"
+    x = torch.randn(3, 5, 128) if batch_first else torch.randn(5, 3, 128)
+    padded = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 2 + [True] * 3])
+    kept = ~padded[..., None] if batch_first else ~padded.T[..., None]
+    trained = model(x, src_key_padding_mask=padded)
+    torch.testing.assert_close(trained, dense(x, src_key_padding_mask=padded), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():  # outputs at padding differ between torch's own modes
+        torch.testing.assert_close(model.eval()(x, src_key_padding_mask=padded) * kept, trained * kept, rtol=1e-4, atol=1e-4)
+
+
+def tied(bias: bool = True) -> nn.Sequential:
+    """Two layers that share a weight, with separate biases, and a third layer."""
+    model = nn.Sequential(nn.Linear(256, 256, bias), nn.Tanh(), nn.Linear(256, 256, bias), nn.Linear(256, 256))
+    model[2].weight = model[0].weight
+    return model
+
+
+def assert_tied(model: nn.Sequential) -> None:
+    first, second = model[0], model[2]
+    assert first.shape == second.shape
+    for name, parameter in first.named_parameters():
+        assert (getattr(second, name) is parameter) == (name != "bias"), name
+    x = torch.randn(3, 256, dtype=first.core_0.dtype)
+    torch.testing.assert_close(
+        second(x) - (0 if second.bias is None else second.bias), first(x) - (0 if first.bias is None else first.bias)
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("init", ["random", "tt_svd"])
+def test_layers_that_share_a_weight_stay_tied(init: str, bias: bool) -> None:
+    dense = tied(bias).double()
+    model = compress_(copy.deepcopy(dense), linears=LinearCompression(tt_ranks=10**6, policy="always"), init=init)
+    assert tt_names(model) == ["0", "2", "3"]
+    assert model[3].core_0 is not model[0].core_0
+    assert_tied(model)
+    if init == "tt_svd":
+        x = torch.randn(3, 256, dtype=torch.float64)
+        torch.testing.assert_close(model(x), dense(x))
+        exported = export_dense(model)
+        assert exported[0].weight is exported[2].weight
+        torch.testing.assert_close(exported(x), dense(x))
+    assert_tied(copy.deepcopy(model))
+
+
+def test_tied_layers_change_their_ranks_together() -> None:
+    model = compress_(tied(), linears=LinearCompression(tt_ranks=8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x = torch.randn(3, 256)
+    assert count_tt_params(model) == model[0].shape.num_params + model[3].shape.num_params, "a tied weight counts once"
+    assert float(size_surrogate(module for _, module in named_tt_modules(model)).detach()) == pytest.approx(count_tt_params(model))
+    model(x).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model[0].rank_2[2:] = 0
+    expected = model(x)
+    assert truncate_ranks_(model, optimizer, threshold=0.1)["0"][1] == 2
+    assert_tied(model)
+    torch.testing.assert_close(model(x), expected)
+    model(x).square().mean().backward()
+    optimizer.step()
+    saved = copy.deepcopy(model.state_dict())
+    resumed = compress_(tied(), linears=LinearCompression(tt_ranks=3))
+    resumed.load_state_dict(saved)
+    assert_tied(resumed)
+    assert torch.equal(resumed(x), model(x))
+
+
+class Scores(nn.Module):
+    """A token embedding whose table is also the output layer's weight, as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, 128)
+        self.body = nn.Linear(128, 128)
+        self.output = nn.Linear(128, 300, bias=False)
+        self.output.weight = self.embedding.weight
+
+
+def test_weights_shared_with_another_kind_of_module_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model = Scores()
+    with caplog.at_level(logging.INFO, logger="comera_rec"):
+        compress_(model, linears=LinearCompression(tt_ranks=4, policy="always"))
+    assert tt_names(model) == ["body"]
+    assert model.output.weight is model.embedding.weight
+    expected = "output: 128 x 300, stays dense: its weight is also that of 'embedding'"
+    assert caplog.messages[-1] == expected
+    for dense in (model.output, nn.MultiheadAttention(128, 4)):  # whose linear layer is of a subclass
+        with pytest.raises(ValueError, match="no linear layer was compressed"):
+            compress_(dense, linears=LinearCompression(tt_ranks=4), filter_fn=lambda module, name: module is not model.output)
+
+
+def test_weights_shared_with_a_layer_that_stays_dense_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model = tied()
+    weight = model[0].weight
+    with caplog.at_level(logging.INFO, logger="comera_rec"):
+        compress_(model, linears=LinearCompression(tt_ranks=4), filter_fn=lambda module, name: name != "2")
+    assert tt_names(model) == ["3"]
+    assert model[0].weight is weight is model[2].weight
+    assert "stays dense: its weight is also that of '2'" in caplog.messages[0]
+
+
+def test_a_bias_that_layers_share_stays_shared() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    model[1].bias = model[0].bias
+    values = model[0].bias.detach().clone()
+    compress_(model, linears=LinearCompression(tt_ranks=4), init="tt_svd")
+    assert model[0].bias is model[1].bias
+    assert torch.equal(model[0].bias, values)
+    assert model[0].core_0 is not model[1].core_0
+
+
+def test_hooks_stay_and_computed_weights_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
+    pruned = prune.random_unstructured(nn.Linear(64, 64), "weight", 0.5)
+    model = nn.Sequential(nn.Linear(64, 64), nn.utils.spectral_norm(nn.Linear(64, 64)), pruned)
+    handle = model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    x = torch.randn(3, 64)
+    expected = model.eval()(x)
+    with caplog.at_level(logging.INFO):
+        compress_(model, linears=LinearCompression(tt_ranks=256, min_features=8, policy="always"), init="tt_svd")
+    assert [type(layer) for layer in model] == [TTLinear, nn.Linear, nn.Linear]
+    assert caplog.text.count("stays dense: its weight is computed from other parameters") == 2
+    torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-4)
+    doubled = model[0](x)
+    handle.remove()
+    torch.testing.assert_close(model[0](x), doubled / 2)

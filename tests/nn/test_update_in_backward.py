@@ -1,24 +1,34 @@
-"""Cores updated in backward by their optimizer: the same values as by its step, and no gradients."""
+"""Lookups whose cores their optimizer updates in backward, rounded at random in 16 bits; what lookups promise to autograd."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward
+from in_backward import RowWiseAdagrad
 from processes import run as run_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.optim import apply_optimizer_in_backward
 
-import comera_rec as cr
-from comera_rec.nn import update_in_backward_
+from comera_rec import TTEmbeddingBag, TTShape
+from comera_rec.nn import TiedProjection, TTEmbedding, update_in_backward_
+from comera_rec.ops import plan_lookup, tt_bags
+from comera_rec.ops.bags.cpu import DTYPES
 
-SHAPES = [cr.TTShape((7, 9), (4, 4), (5,)), cr.TTShape((4, 5, 3), (2, 2, 4), (3, 4))]
+SHAPE = TTShape((7, 9), (4, 4), (5,))
+IDS = torch.arange(8)[:, None]
 
 
-def two_tables(shape: cr.TTShape) -> nn.ModuleList:
-    return nn.ModuleList(cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape) for _ in range(2))
+def table(**options: Any) -> TTEmbeddingBag:
+    torch.manual_seed(0)
+    return TTEmbeddingBag(63, 16, shape=SHAPE, **options)
+
+
+def two_tables() -> nn.ModuleList:
+    return nn.ModuleList(TTEmbeddingBag(63, 16, shape=SHAPE) for _ in range(2))
 
 
 def train(model: nn.ModuleList, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
@@ -29,32 +39,15 @@ def train(model: nn.ModuleList, optimizer: torch.optim.Optimizer, steps: int = 4
         optimizer.step()
 
 
-def test_it_learns_the_same_as_the_optimizers_step() -> None:
-    """For the formulas of all optimizers, see `tests/ops/test_updates.py`."""
-    plain = two_tables(SHAPES[1])
-    updated = copy.deepcopy(plain)
-    optimizers = [torch.optim.Adagrad(model.parameters(), lr=0.05, lr_decay=0.1, eps=1e-8) for model in (plain, updated)]
-    assert update_in_backward_(updated, optimizers[1]) == ["0", "1"]
-    for model, optimizer in zip((plain, updated), optimizers, strict=True):
-        train(model, optimizer)
-    for table in updated:
-        assert all(core.grad is None for core in table.cores())
-        assert all(rank.grad is not None for rank in table.rank_parameters())
-    for expected, actual in zip(plain.parameters(), updated.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-        for key, value in optimizers[0].state[expected].items():
-            torch.testing.assert_close(optimizers[1].state[actual][key], value, rtol=1e-4, atol=1e-6)
-
-
 def test_row_wise_adagrad_is_the_same_as_applied_in_backward() -> None:
-    models = [two_tables(SHAPES[1]) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    _apply_optimizer_in_backward(RowWiseAdagrad, models[0].parameters(), {"lr": 0.05})
-    optimizer = RowWiseAdagrad(models[1].parameters(), lr=0.05)
-    update_in_backward_(models[1], optimizer)
-    for model, each in zip(models, (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), optimizer), strict=True):
-        train(model, each)
-    torch.testing.assert_close(*(list(model.parameters()) for model in models))
+    model, twin = two_tables(), two_tables()
+    twin.load_state_dict(model.state_dict())
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.05})
+    optimizer = RowWiseAdagrad(twin.parameters(), lr=0.05)
+    assert update_in_backward_(twin, optimizer) == ["0", "1"]
+    train(model, torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
+    train(twin, optimizer)
+    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
 
 
 class Adagrad(torch.optim.Adagrad):
@@ -62,20 +55,21 @@ class Adagrad(torch.optim.Adagrad):
 
 
 def test_optimizers_that_cannot_update_in_backward_are_refused() -> None:
-    model, optimizers = two_tables(SHAPES[0]), torch.optim
+    model, optimizers = two_tables(), torch.optim
     for kind, tables in (
         (optimizers.RMSprop, model),
         (Adagrad, model),
         (optimizers.Adagrad, nn.ModuleList()),
-        (optimizers.Adagrad, two_tables(SHAPES[0])),
+        (optimizers.Adagrad, two_tables()),
     ):
         with pytest.raises(ValueError, match=r"no TT table's cores are updated by this \w+: give the optimizer of the cores"):
             update_in_backward_(tables, kind(model.parameters(), lr=0.1))
 
 
 def test_it_can_be_undone_and_redone() -> None:
-    model = two_tables(SHAPES[0])
-    first, second = (torch.optim.Adagrad(model.parameters(), lr=lr) for lr in (0.1, 0.0))
+    model = two_tables()
+    first = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    second = torch.optim.Adagrad([{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1}, {"params": model.parameters()}], lr=0.0)
     update_in_backward_(model, first)
     train(model, first, steps=1)
     before = copy.deepcopy(model.state_dict())
@@ -88,7 +82,7 @@ def test_it_can_be_undone_and_redone() -> None:
 
 
 def test_state_is_converted_with_the_dtype_and_other_ranks_are_refused() -> None:
-    model = two_tables(SHAPES[0])
+    model = two_tables()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     update_in_backward_(model, optimizer)
     train(model, optimizer, steps=1)
@@ -102,8 +96,7 @@ def test_state_is_converted_with_the_dtype_and_other_ranks_are_refused() -> None
 
 def train_replicas(rank: int) -> list[torch.Tensor]:
     """Parameters of all processes after some steps, each process with its own ids."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(cr.TTEmbeddingBag(63, 16, shape=SHAPES[0])))
+    model = DistributedDataParallel(nn.Sequential(table()))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     update_in_backward_(model, optimizer)
     for step in range(3):
@@ -119,3 +112,197 @@ def test_replicas_stay_equal_under_distributed_data_parallel() -> None:
     first, second = run_processes(2, train_replicas)
     for one, other in zip(first, second, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_core_with_a_gradient_from_elsewhere_is_not_stepped_twice() -> None:
+    embedding = TTEmbedding(1000, 16, tt_ranks=4)
+    head = TiedProjection(embedding)
+    optimizer = torch.optim.Adagrad([*embedding.parameters(), head.bias], lr=0.1)
+    update_in_backward_(nn.ModuleList([embedding, head]), optimizer)
+    with pytest.raises(ValueError, match="a core that is updated in backward has a gradient"):
+        head(embedding(torch.arange(8))).square().mean().backward()
+
+
+@pytest.mark.parametrize("old", ["a gradient", "zeros"])
+def test_gradients_from_before_the_registration_are_dropped(old: str) -> None:
+    bag = table()
+    optimizer = torch.optim.Adam(bag.parameters())
+    bag(IDS).sum().backward()
+    optimizer.step()
+    if old == "zeros":
+        optimizer.zero_grad(set_to_none=False)
+    update_in_backward_(bag, optimizer)
+    bag(IDS).sum().backward()
+    optimizer.step()
+    assert optimizer.state[bag.core_0]["step"] == 2
+
+
+def test_autograd_sees_that_cores_were_updated() -> None:
+    bag = table()
+    update_in_backward_(bag, torch.optim.SGD(bag.parameters(), lr=1.0))
+    weight = torch.ones_like(bag.core_0).requires_grad_()
+    loss = bag(IDS).sum() + (bag.core_0.detach() * weight).sum()
+    bag(IDS).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_two_lookups_of_a_table_update_it_twice() -> None:
+    bag, twin = table(), table()
+    optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (bag, twin)]
+    for each, optimizer in zip((bag, twin), optimizers, strict=True):
+        update_in_backward_(each, optimizer)
+    (bag(IDS).sum() + bag(IDS).sum()).backward()
+    for _ in range(2):
+        twin(IDS).sum().backward()
+    assert optimizers[0].state[bag.core_0]["step"] == 2
+    for core, expected in zip(bag.cores(), twin.cores(), strict=True):
+        torch.testing.assert_close(core, expected)
+
+
+def test_a_table_that_is_given_twice_to_one_lookup_gets_gradients() -> None:
+    bag, twin = table(), table()
+    optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+    update_in_backward_(bag, optimizer)
+    ids = torch.randint(63, (2000,))
+    plan = plan_lookup([ids, ids.flip(0)], [SHAPE.row_shape] * 2)
+    for each in (bag, twin):
+        tables = [each.forward_parameters()] * 2
+        tt_bags(tables, plan, torch.arange(4001), num_cols=16, features=2).square().mean().backward()
+    optimizer.step()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    torch.testing.assert_close(dict(bag.named_parameters()), dict(twin.named_parameters()))
+
+
+def test_a_refused_state_does_not_count_the_step() -> None:
+    bag = table()
+    optimizer = torch.optim.Adam(bag.parameters())
+    update_in_backward_(bag, optimizer)
+    bag(IDS).sum().backward()
+    bag.resize_ranks_([2])
+    bag.reset_parameters()
+    with pytest.raises(ValueError, match="load the optimizer's state dict of these TT ranks too"):
+        bag(IDS).sum().backward()
+    assert optimizer.state[bag.core_0]["step"] == 1
+
+
+def test_tables_in_another_order_are_updated_by_their_own_counts() -> None:
+    together, apart = [table(), table()], [table(), table()]
+    for tables in (together, apart):
+        optimizer = torch.optim.Adam([parameter for each in tables for parameter in each.parameters()], lr=0.1)
+        update_in_backward_(nn.ModuleList(tables), optimizer)
+        tables[0](IDS).sum().backward()
+    for order in ((0, 1), (1, 0)):
+        parameters, plan = [together[k].forward_parameters() for k in order], plan_lookup([IDS, IDS], [SHAPE.row_shape] * 2)
+        tt_bags(parameters, plan, torch.arange(17), num_cols=16, features=2).sum().backward()
+        for each in apart:
+            each(IDS).sum().backward()
+    for each, expected in zip(together, apart, strict=True):
+        for core, expected_core in zip(each.cores(), expected.cores(), strict=True):
+            torch.testing.assert_close(core, expected_core)
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.float64}, {"impl": "reference"}])
+def test_row_wise_adagrad_is_refused_where_slices_cannot_be_updated(options: dict[str, Any]) -> None:
+    bag = table(**options)
+    with pytest.raises(ValueError, match="no TT table's cores are updated"):
+        update_in_backward_(bag, RowWiseAdagrad(bag.parameters(), lr=0.1))
+    apply_optimizer_in_backward(RowWiseAdagrad, bag.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match="RowWiseAdagrad in backward works slice by slice: impl 'reference'"):
+        bag(IDS)
+
+
+def test_tables_are_registered_as_a_whole_or_not_at_all() -> None:
+    bag = table(hot_rows=[(10, 2)])
+    with pytest.raises(ValueError, match="no TT table's cores are updated"):
+        update_in_backward_(bag, RowWiseAdagrad(list(bag.cores()), lr=0.1))
+    bag(IDS).sum().backward()
+    assert bag.core_0.grad is not None
+
+
+def test_row_orders_load_with_the_cores_or_not_at_all() -> None:
+    ordered, plain = table(row_order=torch.randperm(63)), table()
+    stored = ordered.state_dict()
+    del stored["core_1"]
+    with pytest.raises(RuntimeError, match="loads all of its tensors or none"):
+        plain.load_state_dict(stored, strict=False)
+    assert plain.row_order is None
+    before = {name: value.clone() for name, value in ordered.state_dict().items()}
+    with pytest.raises(RuntimeError, match="the state dict lacks row_order"):
+        ordered.load_state_dict(table().state_dict(), strict=False)
+    torch.testing.assert_close(dict(ordered.state_dict()), before)
+
+
+def test_dense_copies_of_one_core_own_their_memory() -> None:
+    shape = TTShape((10,), (4,), ())
+    for made in (TTEmbedding(10, 4, shape=shape, padding_idx=3), TTEmbeddingBag(10, 4, shape=shape)):
+        dense = made.to_dense()
+        assert dense.weight.data_ptr() != made.core_0.data_ptr()
+        assert made.core_0[0, 3].abs().sum() > 0
+
+
+def test_plans_whose_products_are_out_of_order_are_refused() -> None:
+    bag = TTEmbeddingBag(8, 4, shape=TTShape((2, 2, 2), (2, 2, 1), 2), hot_rows=[(4, 1)])
+    plan = plan_lookup([torch.tensor([0, 4])], [(2, 2, 2)])
+    plan.left[0, :2] = plan.left[0, :2].flip(0)
+    with pytest.raises(ValueError, match="plan holds numbers that plan_lookup doesn't make"):
+        tt_bags([bag.forward_parameters()], plan, torch.tensor([0, 1, 2]), num_cols=4)
+
+
+STEPS, WIDE = 40, TTShape((3, 2), (32, 32), (8,))
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 2**-12}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 2**-9, "initial_accumulator_value": 16.0}),
+    "Adam": (torch.optim.Adam, {"lr": 2**-12, "betas": (0.9, 0.9995)}),
+}
+
+
+def train_one_row(kind: str, dtype: torch.dtype, value: float) -> tuple[TTEmbeddingBag, torch.optim.Optimizer]:
+    """Train on one row, whose gradient is small compared with the numbers of the cores and the optimizer's sums."""
+    bag = TTEmbeddingBag(6, 1024, shape=WIDE, dtype=dtype)
+    for parameter in bag.parameters():
+        nn.init.constant_(parameter, value)
+    optimizer = OPTIMIZERS[kind][0](bag.parameters(), **OPTIMIZERS[kind][1])  # type: ignore[call-arg]
+    update_in_backward_(bag, optimizer)
+    for _ in range(STEPS):
+        (bag(torch.tensor([[0]])).float().sum() / (32 * value**2)).backward()
+    return bag, optimizer
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_small_steps_add_up(kind: str, dtype: torch.dtype) -> None:
+    value = 1.0 if dtype == torch.bfloat16 else 8.0
+    bag, optimizer = train_one_row(kind, dtype, value)
+    exact, optimizer_of_exact = train_one_row(kind, torch.float32, value)
+    for core, wide in ((bag.core_0, exact.core_0), (bag.core_1, exact.core_1)):
+        states = (optimizer.state[core], optimizer_of_exact.state[wide])
+        pairs = [(core, wide)] + [(states[0][name], states[1][name]) for name in states[0] if name != "step"]
+        for narrow, expected in pairs:
+            assert narrow.dtype == dtype
+            mean, true = narrow[:, 0].float().mean().item(), expected[:, 0].mean().item()
+            assert abs(mean - true) < 0.5 * torch.finfo(dtype).eps * abs(true)
+    moved = value - exact.core_0[:, 0].mean().item()
+    assert moved > 1.0 * torch.finfo(dtype).eps * value, "far enough to differ from unchanged cores"
+    assert (bag.core_0[:, 1:] == value).all(), "slices that no row uses"
+
+
+def test_a_seed_repeats_the_rounding() -> None:
+    cores = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        cores.append(train_one_row("SGD", torch.bfloat16, 1.0)[0].core_0)
+    assert torch.equal(cores[0], cores[1])
+    assert not torch.equal(cores[0], cores[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_that_need_no_rounding_stay(dtype: torch.dtype) -> None:
+    """This includes infinities, NaN, and numbers below the smallest normal one."""
+    numbers = torch.tensor([0.0, -1.0, 3.5, 2.0**-14, 2.0**-24, -3 * 2.0**-24, float("inf"), float("nan")] * 32).to(dtype)
+    bag = TTEmbeddingBag(6, 1024, shape=WIDE, dtype=dtype)
+    with torch.no_grad():
+        bag.core_0[:, 0] = numbers.view(1, 32, 8)
+    update_in_backward_(bag, torch.optim.SGD(bag.parameters(), lr=0.0))
+    bag(torch.tensor([[0]])).float().nan_to_num().sum().backward()
+    torch.testing.assert_close(bag.core_0[0, 0].flatten(), numbers, rtol=0, atol=0, equal_nan=True)

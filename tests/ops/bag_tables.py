@@ -1,4 +1,4 @@
-"""Random tables, and reference bags of them, for tests of operators."""
+"""Random tables, their bags by definition, and tensors with unusual layouts, for tests of operators."""
 
 from __future__ import annotations
 
@@ -85,3 +85,25 @@ def pool_dense(
     # Torch's last bag extends to the last id, so an additional bag takes the ids that are in none.
     pooled = F.embedding_bag(torch.arange(len(rows)), rows, offsets.long(), mode=mode, **arguments)[:-1]
     return pooled.unflatten(0, (features, -1)).transpose(0, 1).flatten(1)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def within(tensor: Tensor) -> Tensor:
+    """Copy to the middle of a longer buffer, one element past a vector-aligned address."""
+    return torch.empty(tensor.numel() + 3, dtype=tensor.dtype)[1:-2].view(tensor.shape).copy_(tensor)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """Copy to every other element of a buffer, along the last dimension."""
+    return torch.empty(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)[..., ::2].copy_(tensor)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """Copy with the first dimension innermost."""
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+LAYOUTS = [plain, within, strided, transposed]

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from bag_tables import TOLERANCE, every_impl, every_order, make_tables, plan_of, pool, pool_by_definition, pool_dense
+from bag_tables import LAYOUTS, TOLERANCE, every_impl, every_order, make_tables, plan_of, pool, pool_by_definition, pool_dense
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import LAYOUTS
 from torch import Tensor, nn
 
 from comera_rec import TTEmbeddingBag

@@ -9,9 +9,9 @@ from itertools import accumulate
 
 import pytest
 import torch
+from bag_tables import LAYOUTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import LAYOUTS
 from torch import Tensor
 
 from comera_rec.ops import LookupPlan, plan_lookup

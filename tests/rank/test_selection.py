@@ -1,4 +1,4 @@
-"""Selections within a budget: at most the budget, close to it where ranks allow, and without the least valuable ranks."""
+"""Scores of ranks, groups of parameters, the differentiable size, and selections of ranks within a budget."""
 
 from __future__ import annotations
 
@@ -8,10 +8,194 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from comera_rec import TTShape
-from comera_rec.rank import within_budget
+from comera_rec import TTEmbeddingBag, TTLinear, TTShape
+from comera_rec.nn import TTModule
+from comera_rec.rank import core_norm, count_tt_params, rank_param_groups, size_surrogate, within_budget
+from comera_rec.rank.importance import TaylorScores
+from comera_rec.tt import contract
+
+
+def test_every_trainable_parameter_is_in_one_group() -> None:
+    model = nn.ModuleDict({"table": TTEmbeddingBag(60, 16, tt_ranks=4), "layer": TTLinear(16, 12), "head": nn.Linear(12, 1)})
+    model["head"].bias.requires_grad_(False)
+    groups = {group["name"]: group for group in rank_param_groups(model, lr_cores=0.1, lr_ranks=0.2, lr_dense=0.3)}
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {key: sorted(name_of[id(p)] for p in group["params"]) for key, group in groups.items()}
+    assert names == {
+        "cores": ["layer.core_0", "layer.core_1", "layer.core_2", "layer.core_3", "table.core_0", "table.core_1"],
+        "ranks": ["layer.rank_1", "layer.rank_2", "layer.rank_3", "table.rank_1"],
+        "dense": ["head.weight", "layer.bias"],
+    }
+    assert {key: group["lr"] for key, group in groups.items()} == {"cores": 0.1, "ranks": 0.2, "dense": 0.3}
+    torch.optim.Adam(list(groups.values()))
+
+
+def test_empty_groups_are_left_out() -> None:
+    assert [group["name"] for group in rank_param_groups(nn.Linear(3, 3), lr_cores=1, lr_ranks=1, lr_dense=1)] == ["dense"]
+
+
+@pytest.mark.parametrize("name", ["lr_cores", "lr_ranks", "lr_dense"])
+def test_negative_rates_are_refused(name: str) -> None:
+    rates = {"lr_cores": 0.1, "lr_ranks": 0.1, "lr_dense": 0.1, name: -1.0}
+    with pytest.raises(ValueError, match=f"{name} is -1.0: give a non-negative learning rate"):
+        rank_param_groups(nn.Linear(3, 3), **rates)
+
+
+PRICED = {
+    "table of order 2": lambda: TTEmbeddingBag(100, 16, tt_ranks=5),
+    "table of order 3": lambda: TTEmbeddingBag(100, 16, tt_ranks=(5, 3)),
+    "table of order 4": lambda: TTEmbeddingBag(100, 16, tt_ranks=(5, 3, 2)),
+    "table of order 1": lambda: TTEmbeddingBag(10, 4, shape=TTShape((10,), (4,), ())),
+    "linear": lambda: TTLinear(64, 48, tt_ranks=6),
+}
+
+
+@pytest.mark.parametrize("kind", PRICED)
+def test_the_size_is_the_count_and_a_rank_is_priced_by_the_parameters_it_costs(kind: str) -> None:
+    module = PRICED[kind]()
+    for _ in range(2):
+        size = size_surrogate([module])
+        assert float(size.detach()) == module.shape.num_params
+        for bond, rank in enumerate(module.rank_parameters()):
+            fewer = list(module.shape.ranks)
+            fewer[bond] -= 1
+            price = module.shape.num_params - module.shape.with_ranks(fewer).num_params
+            (gradient,) = torch.autograd.grad(size, rank, retain_graph=True)
+            assert torch.equal(gradient, price * rank.sign())
+        with torch.no_grad():
+            for rank in module.rank_parameters():
+                rank.neg_()
+
+
+def test_a_halved_rank_parameter_counts_half() -> None:
+    module = TTEmbeddingBag(100, 16, shape=TTShape((10, 10), (4, 4), 2))
+    with torch.no_grad():
+        module.rank_1.copy_(torch.tensor([[0.5], [-1.0]]))
+    assert float(size_surrogate([module]).detach()) == 40 * 1.5 + 1.5 * 40 + 1.5
+
+
+def test_sums_skip_modules_without_parameters() -> None:
+    model = nn.Sequential(TTLinear(64, 48, tt_ranks=6), nn.Linear(48, 8), TTLinear(8, 8, tt_ranks=2))
+    assert float(size_surrogate([model[0], model[2]]).detach()) == count_tt_params(model)
+    assert count_tt_params(model) == model[0].shape.num_params + model[2].shape.num_params
+    model[2].resize_ranks_((0, 0, 0))
+    assert float(size_surrogate([model[0], model[2]]).detach()) == model[0].shape.num_params == count_tt_params(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sizes_of_16_bit_modules_are_exact(dtype: torch.dtype) -> None:
+    modules = [TTEmbeddingBag(1_000_000, 64, tt_ranks=16, dtype=dtype), TTLinear(64, 48, tt_ranks=6)]
+    for ordered in (modules, modules[::-1]):
+        size = size_surrogate(ordered)
+        assert float(size.detach()) == sum(module.shape.num_params for module in modules)
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(size + core_norm(ordered), modules[0].rank_parameters()))
+    with torch.no_grad():
+        modules[0].core_0.fill_(300.0)  # whose square float16 can't hold
+    assert core_norm(modules).isfinite()
+
+
+def test_core_norm_is_the_mean_square_of_the_cores() -> None:
+    module = TTEmbeddingBag(100, 16, tt_ranks=5)
+    with torch.no_grad():
+        module.core_0.fill_(2.0)
+        module.core_1.fill_(1.0)
+    assert float(core_norm([module]).detach()) == 2.5
+    module.resize_ranks_((0,))
+    assert float(core_norm([module])) == 0.0
+    assert float(size_surrogate([module])) == 0.0
+
+
+MODULES = {
+    "order 2": lambda: TTEmbeddingBag(60, 16, tt_ranks=5, dtype=torch.float64),
+    "order 3": lambda: TTEmbeddingBag(60, 16, tt_ranks=(5, 3), dtype=torch.float64),
+    "order 4": lambda: TTEmbeddingBag(60, 16, tt_ranks=(3, 4, 2), dtype=torch.float64),
+    "linear": lambda: TTLinear(24, 20, tt_ranks=4, dtype=torch.float64),
+}
+
+
+@pytest.fixture(params=MODULES)
+def module(request: pytest.FixtureRequest) -> TTModule:
+    module: TTModule = MODULES[request.param]()
+    with torch.no_grad():
+        for rank in module.rank_parameters():
+            rank.normal_()
+    return module
+
+
+def terms(module: TTModule, bond: int) -> list[Tensor]:
+    """The matrix that each rank of a bond contributes."""
+    rank, terms = module.rank_parameters()[bond], []
+    for j in range(len(rank)):
+        kept = rank.detach().clone()
+        with torch.no_grad():
+            rank.mul_(torch.arange(len(rank))[:, None] == j)
+            terms.append(contract(module.scaled_cores()).reshape(module.shape.num_rows, module.shape.num_cols))
+            rank.copy_(kept)
+    return terms
+
+
+def observed(module: TTModule, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    direction = torch.randn(module.num_rows, module.num_cols, generator=generator, dtype=torch.float64)
+    module.zero_grad()
+    (scale * (module.dense_matrix() * direction).sum()).backward()
+    scores = TaylorScores()
+    scores.observe([module])
+    return scores.scores([module])[0]
+
+
+def rescale_(module: TTModule) -> None:
+    """Move random factors between the cores and D, keeping the matrix the same."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for k, rank in enumerate(module.rank_parameters()):
+            left, right = (10 ** torch.randn(2, len(rank), 1, generator=generator, dtype=torch.float64)).unbind()
+            module.cores()[k].mul_(left.flatten())
+            module.cores()[k + 1].mul_(right.view(-1, 1, 1, 1))
+            rank.div_(left * right)
+
+
+def test_taylor_scores_are_squared_first_order_changes(module: TTModule) -> None:
+    direction = torch.randn(module.num_rows, module.num_cols, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    cut = slice(module.num_rows), slice(module.num_cols)
+    expected = [
+        torch.stack([(term[cut] * direction).sum().square() for term in terms(module, bond)])
+        for bond in range(module.shape.order - 1)
+    ]
+    total = torch.cat(expected).sum()
+    for actual, exact in zip(observed(module), expected, strict=True):
+        torch.testing.assert_close(actual, exact / total)
+
+
+def test_neither_the_gauge_nor_the_scale_of_the_loss_matters(module: TTModule) -> None:
+    before = observed(module)
+    torch.testing.assert_close(observed(module, 65536.0), before)
+    rescale_(module)
+    torch.testing.assert_close(observed(module), before)
+
+
+def test_scores_are_a_running_mean_of_shares() -> None:
+    module, scores = MODULES["order 2"](), TaylorScores()
+    shares = torch.eye(5, dtype=torch.float64)[:3]  # each step's loss depends on one rank only
+    for share in shares:
+        module.rank_1.grad = share[:, None] / module.rank_1.detach()
+        scores.observe([module])
+    expected = 0.98**2 * shares[0] + 0.98 * 0.02 * shares[1] + 0.02 * shares[2]
+    torch.testing.assert_close(scores.scores([module])[0][0], expected)
+
+
+def test_steps_without_finite_gradients_change_no_score() -> None:
+    module = MODULES["order 2"]()
+    scores = TaylorScores()
+    with pytest.raises(ValueError, match=r"step\(\) found no gradients: call it after optimizer.step\(\), before zero_grad"):
+        scores.scores([module])
+    for gradient in (torch.ones(5), torch.full((5,), torch.inf), torch.zeros(5), None):
+        module.rank_1.grad = None if gradient is None else gradient.double()[:, None]
+        scores.observe([module], torch.sum)
+        torch.testing.assert_close(scores.scores([module])[0][0], torch.full((5,), 0.2, dtype=torch.float64))
+
 
 shapes = st.builds(
     lambda modes, rank: TTShape([m for m, _ in modes], [n for _, n in modes], rank),

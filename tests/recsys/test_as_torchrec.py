@@ -1,14 +1,16 @@
-"""Our collection does what TorchRec's models and tools expect of an EmbeddingBagCollection."""
+"""build_dlrm, torchrec's own model with large parts as TT modules; our collections do what TorchRec's models and tools expect."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from managed import managed_collisions
+import torch.nn.functional as F
+from foreign_programs import managed_collisions
 from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -27,7 +29,99 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
 
 import comera_rec as cr
+from comera_rec import (
+    LinearCompression,
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagConfig,
+    TTLinear,
+    build_dlrm,
+    export_dense,
+)
 from comera_rec.nn import update_in_backward_
+from comera_rec.training.model import materialize_
+
+
+def dlrm_tables() -> list[EmbeddingBagConfig]:
+    return [
+        TTEmbeddingBagConfig(name="t1", num_embeddings=5000, embedding_dim=16, feature_names=["f1"], tt_ranks=8),
+        EmbeddingBagConfig(name="t2", num_embeddings=30, embedding_dim=16, feature_names=["f2"]),
+    ]
+
+
+def build_model(**arguments: object) -> DLRM:
+    defaults = {"dense_in_features": 5, "dense_arch_layer_sizes": [128, 128, 16], "over_arch_layer_sizes": [256, 128, 1]}
+    return build_dlrm(**{"tables": dlrm_tables(), **defaults, **arguments})  # type: ignore[arg-type]
+
+
+def test_large_layers_are_tt_layers_and_small_ones_dense(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = build_model()
+    assert type(model) is DLRM
+    assert isinstance(model.sparse_arch.embedding_bag_collection, TTEmbeddingBagCollection)
+    assert list(model.sparse_arch.embedding_bag_collection.tt_bags) == ["t1"]
+    tt_layers = sorted((m.in_features, m.out_features) for m in model.modules() if isinstance(m, TTLinear))
+    dense = sorted((m.in_features, m.out_features) for m in model.modules() if type(m) is nn.Linear)
+    assert tt_layers == [(128, 128), (256, 128)]
+    assert dense == [(5, 128), (19, 256), (128, 1), (128, 16)]
+    logits = model(torch.randn(7, 5), random_jagged({"f1": 5000, "f2": 30}, 7))
+    assert logits.shape == (7, 1)
+    assert not any(isinstance(m, TTLinear) for m in build_model(linears=None).modules())
+    assert not any(isinstance(m, TTLinear) for m in build_model(linears=LinearCompression(min_features=1000)).modules())
+
+
+ARCHITECTURES = {
+    "dot products": build_model,
+    "cross network": partial(build_model, cross_layers=2, cross_rank=4),
+}
+
+
+@pytest.mark.parametrize("dense", [5, 0])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_learns_and_is_exported(name: str, dense: int, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = ARCHITECTURES[name](dense_in_features=dense, linears=LinearCompression(tt_ranks=4, min_features=32, policy="always"))
+    assert any(isinstance(module, TTLinear) for module in model.modules())
+    inputs = torch.randn(64, dense), random_jagged({"f1": 5000, "f2": 30}, 64)
+    labels = (inputs[1]["f2"].lengths() > 2).float()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(60):
+        logits = model(*inputs)
+        assert logits.shape == (64, 1)
+        loss = F.binary_cross_entropy_with_logits(logits.squeeze(1), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert float(model(*inputs).detach().min()) < 0, "logits, not probabilities"
+    torch.testing.assert_close(export_dense(model)(*inputs), model(*inputs), atol=1e-4, rtol=1e-4)
+    on_meta = ARCHITECTURES[name](dense_in_features=dense, device="meta")
+    assert all(parameter.is_meta for parameter in on_meta.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (build_model, {"dense_in_features": -1}, "dense_in_features is -1: give how many there are, or 0"),
+        (build_model, {"cross_layers": -1}, "cross_layers is -1: give a number of layers, or 0"),
+        (build_model, {"dense_arch_layer_sizes": []}, "dense_arch_layer_sizes is empty: give at least one layer size"),
+        (build_model, {"over_arch_layer_sizes": [64, -1]}, r"over_arch_layer_sizes\[1\] is -1: give a positive integer"),
+        (build_model, {"dense_arch_layer_sizes": [64, 8]}, r"tables have dimensions \[16\] and dense_arch_layer_sizes ends with 8"),
+        (build_model, {"tables": []}, "tables is empty"),
+    ],
+)
+def test_mistakes_are_named(make: Callable[..., nn.Module], arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)
+
+
+def test_a_cross_network_is_materialized_and_initialized_as_torchrec_does() -> None:
+    torch.manual_seed(0)
+    model = build_model(cross_layers=2, cross_rank=8, device="meta")
+    network = materialize_(model, torch.device("cpu")).inter_arch.crossnet
+    for kernel in (*network.V_kernels, *network.W_kernels):
+        assert kernel.detach().std().item() == pytest.approx((2 / sum(kernel.shape)) ** 0.5, rel=0.2)
+    assert not any(bias.any() for bias in network.bias)
+
 
 ROWS = {"f1": 900, "f2": 900, "f3": 40}
 MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {

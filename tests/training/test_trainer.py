@@ -1,4 +1,8 @@
-"""Training: exact resuming, shrinking ranks, clean stops, and reported sizes that agree with the checkpoint."""
+"""Training: exact resuming, shrinking ranks, clean stops, reported sizes, and runs that start from others, or from vectors.
+
+On later data, known ids keep rows, ranks and optimizer state, and new ids get rows. A compressed run is nearly equal to the dense
+one at full ranks, within its budget, and trainable.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from processes import run as run_processes
 
-from comera_rec.training.checkpoint import latest_checkpoint
+from comera_rec.convert import compression_report
+from comera_rec.convert.start import start_from_vectors_, starting_rows
+from comera_rec.nn import TTEmbeddingBag, TTTable
+from comera_rec.report import charts
+from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import load_config
+from comera_rec.training.from_runs import compress_run
 from comera_rec.training.metrics import BinaryMetrics
-from comera_rec.training.model import Schema
-from comera_rec.training.runs import require_fit
+from comera_rec.training.model import Schema, table_configs
+from comera_rec.training.runs import load_run, require_fit
 from comera_rec.training.stopping import Interrupted, StopSignals
 from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
-from tests.training.run_folders import assert_same_run, lines, weights
+from tests.training.run_folders import RANKS, assert_same_run, call, lines, tensors, weights
 
 
 def run(config_file: Path, *overrides: str) -> tuple[Path, dict[str, Any]]:
@@ -161,3 +173,207 @@ def test_a_missing_gpu_is_reported(config_file: Path) -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(ValueError, match=r"training\.device is cuda but torch sees no GPU"):
         run(config_file, "training.device=cuda")
+
+
+@pytest.fixture(autouse=True)
+def _no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes longer than such small runs."""
+    monkeypatch.setattr(charts, "curves", lambda runs, best_auc: [])
+    monkeypatch.setattr(charts, "ranks_over_time", lambda run: "")
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data sets day_1, and day_2 and day_3, each of which extends the one before; and `other`, which extends none."""
+    folder = tmp_path_factory.mktemp("days")
+    assert call("synth", "--rows", 6000, "--scale", 0.002, "--output", folder / "log.txt") == 0
+    lines = (folder / "log.txt").read_text().splitlines(keepends=True)
+    for day, part in enumerate((lines[:2000], lines[2000:4000], lines[4000:]), start=1):
+        (folder / f"day_{day}.txt").write_text("".join(part))
+    assert call("preprocess", "--input", folder / "day_1.txt", "--output", folder / "day_1", "--min-count", 1) == 0
+    for day in (2, 3):
+        known, log = folder / f"day_{day - 1}", folder / f"day_{day}.txt"
+        assert call("transform", "--data", known, "--input", log, "--extend", "--output", folder / f"day_{day}") == 0
+    assert call("preprocess", "--input", folder / "day_2.txt", "--output", folder / "other") == 0
+    return folder
+
+
+def trained(config_file: Path, data: Path, output: Path, *options: object) -> Path:
+    assert call("train", "--config", config_file, f"data.path={data}", f"output={output}", *options) == 0
+    return output
+
+
+@pytest.mark.parametrize(("optimizer", "numbers"), [("adagrad", (1, 2, 3)), ("adam", (1, 3))])
+def test_later_days(optimizer: str, numbers: tuple[int, ...], days: Path, config_file: Path, tmp_path: Path) -> None:
+    """In turn, or with a day left out; other batches and seeds are allowed."""
+    options = [*RANKS, f"optimizer.name={optimizer}", "tables.hot_rows=0.2", 'tables.dense_tables=["C26"]']
+    run = trained(config_file, days / "day_1", tmp_path / "run_1", *options)
+    kinds = set[str]()
+    for day in numbers[1:]:
+        data, output = days / f"day_{day}", tmp_path / f"run_{day}"
+        changed = ["--after", run, *options, "training.keep_checkpoints=9", "data.batch_size=64", f"seed={day}"]
+        later = trained(config_file, data, output, *changed)
+        before, start = tensors(run), tensors(later, 0)
+        assert before.keys() == start.keys()
+        for name, value in before.items():
+            assert start[name][tuple(map(slice, value.shape))].equal(value), name
+            if name.endswith(("/sum", "/momentum1", "/exp_avg")):
+                assert start[name].count_nonzero() == value.count_nonzero(), name
+        assert not all(start[name].equal(value) for name, value in tensors(later).items())
+        (old, _, known), (new, _, schema) = load_run(run), load_run(later)
+        assert new.state_dict().keys() == old.state_dict().keys()
+        old_tables, new_tables = (dict(model.named_modules()) for model in (old, new))
+        for name, table in old_tables.items():
+            if isinstance(table, TTTable):
+                larger = new_tables[name]
+                assert larger.shape.ranks == table.shape.ranks
+                assert larger.num_hot_rows == table.num_hot_rows
+                assert larger.shape.num_rows >= larger.num_embeddings == schema.sparse[name.rpartition(".")[2]]
+                if larger.num_embeddings > table.num_embeddings:
+                    kinds.add("slices" if larger.shape != table.shape else "room")
+        kinds |= {"dense"} if known.sparse["C26"] < schema.sparse["C26"] else set()
+        assert trained(config_file, data, output, *changed) == later  # a finished run is left alone
+        run = later
+    assert kinds == {"slices", "room", "dense"} or optimizer == "adam"
+    assert call("evaluate", "--checkpoint", run, "--data", days / "day_3") == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ("other", [], "other doesn't extend the vocabularies that"),
+        ("day_2", ["optimizer.name=adagrad", "tables.tt_ranks=3"], "another config than the new run (in tables, optimizer)"),
+    ],
+)
+def test_what_does_not_follow_is_refused(
+    data: str, options: list[str], message: str, days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = trained(config_file, days / "day_1", tmp_path / "first", "training.steps=1")
+    options = [f"data.path={days / data}", f"output={tmp_path / 'next'}", *options]
+    assert call("train", "--config", config_file, "--after", first, *options) == 2
+    assert not (tmp_path / "next").exists()
+    assert message in capsys.readouterr().err
+
+
+def test_at_full_ranks_it_predicts_the_same_as_the_dense_run(dense: Path, config_file: Path, tmp_path: Path) -> None:
+    large = ["tables.tt_ranks=10000", "linears.tt_ranks=10000", "linears.policy=always", f"output={tmp_path / 'full'}"]
+    compressed = compress_run(dense, load_config(config_file, large))
+    assert {"tt"} == {
+        layer.format for layer in compression_report(compressed.model).layers if layer.kind == "table" and layer.row_shape
+    }
+    expected, _, _ = load_run(dense)
+    compressed.model.eval()
+    for batch, _ in zip(compressed.loader.batches, range(3), strict=False):
+        torch.testing.assert_close(
+            compressed.model(batch.dense, batch.sparse), expected(batch.dense, batch.sparse), rtol=1e-3, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
+def test_training_continues_from_its_weights(
+    dense: Path, config_file: Path, tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "compressed"
+    same = ["tables.tt_ranks=none", "tables.compression=4", f"optimizer.name={optimizer}"]
+    assert call("compress", "--checkpoint", dense, "--config", config_file, "--output", run, *same) == 0
+    assert "x smaller than dense" in capsys.readouterr().out
+    model, _, _ = load_run(run)
+    report = compression_report(model)
+    budget = report.total("dense_params", kind="table") // 4
+    assert 0.9 * budget < report.total("params", kind="table") <= budget
+    ranks = {layer.name: layer.ranks for layer in report.layers if layer.kind == "table" and layer.format == "tt"}
+    assert len(set(ranks.values())) > 1, "ranks are spread by singular values"
+
+    start = tensors(run, 0)
+    for name, value in model.state_dict().items():
+        assert torch.equal(start[f"model/{name}"], value), name
+    assert call("train", "--config", config_file, f"output={run}", *same) == 0
+    assert json.loads((run / "result.json").read_text())["steps"] == 12
+
+
+def test_mistakes_in_compressing_name_the_remedy(
+    dense: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["compress", "--checkpoint", str(dense), "--config", str(config_file), "--output", str(tmp_path / "new")]
+    for arguments, message in (
+        ([*base, "tables.format=dense"], "tables.format is 'dense': compressing needs 'tt'"),
+        ([*base, "model.over_arch=[16]"], "other sizes of [model]"),
+        ([*base[:-1], str(dense)], "holds checkpoints already"),
+        (["compress", "--checkpoint", str(tmp_path / "no"), *base[3:]], "holds no checkpoint"),
+    ):
+        assert call(*arguments) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set in order of similarity."""
+    folder = tmp_path_factory.mktemp("ordered")
+    synth(SynthOptions(rows=4000, output=folder / "train.txt", seed=1, scale=0.001, groups=0.5))
+    preprocess(PreprocessOptions(inputs=(folder / "train.txt",), output=folder / "data", order="similarity"))
+    return folder / "data"
+
+
+def saved_start(rank: int, config_file: Path, overrides: list[str], output: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a new run at step 0."""
+    trainer = Trainer(load_config(config_file, [*overrides, f"output={output}"]))
+    trainer.save()
+    if dist.is_initialized():
+        dist.barrier()
+    path = latest_checkpoint(output / "checkpoints")
+    assert path is not None
+    checkpoint = open_checkpoint(path)
+    return checkpoint.read(sorted(name for name in checkpoint.sizes if "sparse_arch" in name))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tables", [["tables.format=dense"], ["tables.tt_ranks=16", "tables.hot_rows=0.5"]])
+def test_the_start_is_the_same_on_any_number_of_processes(
+    config_file: Path, ordered: Path, tmp_path: Path, tables: list[str]
+) -> None:
+    overrides = [f"data.path={ordered}", "tables.start=vectors", *tables]
+    one = saved_start(0, config_file, overrides, tmp_path / "one")
+    two, _ = run_processes(2, saved_start, config_file, overrides, tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], msg=name)
+    random = saved_start(0, config_file, [*overrides, "tables.start=random"], tmp_path / "random")
+    assert not any(torch.equal(value, one[name]) for name, value in random.items() if name.endswith(("weight", "core_0")))
+    if tables == ["tables.format=dense"]:
+        column = next(column for column in read_manifest(ordered).categorical_columns if column.name == "C3")
+        assert column.vectors
+        vectors = torch.from_numpy(np.load(ordered / column.vectors.path)).float()
+        (rows,) = (value for name, value in one.items() if name.endswith("C3.weight") and name.startswith("model"))
+        assert torch.equal(rows[0], torch.zeros(8))
+        torch.testing.assert_close(rows[1:] / rows[1:].norm(), vectors[:, :8] / vectors[:, :8].norm())
+
+
+@pytest.mark.parametrize(("heads", "has_hot_rows"), [({}, True), ({"C1": 0.7, "C2": 0.4}, True), ({"C1": 0.55, "C2": 0.4}, False)])
+def test_hot_rows_are_for_ids_of_which_few_make_up_most_lookups(
+    config_file: Path, heads: dict[str, float], has_hot_rows: bool
+) -> None:
+    config = load_config(config_file, ["tables.compression=10", "tables.tt_ranks=none", "tables.min_rows=100"])
+    tables = table_configs(config, Schema(dense=("I1",), sparse={"C1": 20_000, "C2": 9000, "C3": 50}, heads=heads | {"C3": 1.0}))
+    assert [bool(getattr(table, "hot_rows", ())) for table in tables] == [has_hot_rows, has_hot_rows, False]
+
+
+@pytest.mark.parametrize("hot_rows", [(), ((20, 4),)])
+def test_a_table_starts_from_what_it_can_represent(hot_rows: tuple[tuple[int, int], ...]) -> None:
+    vectors = torch.kron(torch.randn(20, 1, 8), torch.ones(1, 30, 1)).flatten(0, 1)  # 20 groups of 30 equal ids
+    table = TTEmbeddingBag(650, 16, tt_ranks=(8, 8), hot_rows=hot_rows)
+    size = sum(core.numel() for core in table.parameters())
+    importance = torch.arange(650, 0, -1)
+    assert start_from_vectors_(table, vectors, importance)
+    assert sum(core.numel() for core in table.parameters()) <= size
+    rows = starting_rows(vectors, 650, 16)
+    assert float(rows[:600].std()) == pytest.approx(0.1 / 2**0.5, rel=0.05)  # half of the columns are zero
+    assert float((table.dense_matrix().detach() - rows).norm() / rows.norm()) < 0.6
+
+
+def test_a_table_keeps_its_values_where_the_fit_is_poor() -> None:
+    table = TTEmbeddingBag(600, 16, tt_ranks=(1, 1), hot_rows=((5, 1),))
+    before = {name: value.clone() for name, value in table.state_dict().items()}
+    assert not start_from_vectors_(table, torch.randn(600, 16))
+    after = table.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())

@@ -1,16 +1,21 @@
-"""Shapes: how rows and columns are factored into modes, what ranks cost, and what is refused."""
+"""Shapes: factors, digits of rows, what ranks cost, what linear layers cost, and what is refused."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from comera_rec.tt import TTShape, factorize, max_ranks
+from comera_rec.ops import tt_linear
+from comera_rec.tt import TTShape, factorize, max_ranks, row_digits, tt_cost
+from comera_rec.tt.cost import CALL, LAYER, NUMBER
 
 
 @given(size=st.one_of(st.tuples(st.integers(1, 10**9), st.integers(1, 4)), st.tuples(st.integers(1, 10_000), st.integers(5, 8))))
@@ -149,3 +154,47 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
 def test_mistakes_are_named(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@given(
+    num_rows=st.sampled_from([1, 2, 97, 10_007, 2**31 - 1, 3 * 10**9 + 19, 10**12 + 39]), order=st.integers(1, 4), data=st.data()
+)
+def test_digits_round_trip(num_rows: int, order: int, data: st.DataObject) -> None:
+    radices = factorize(num_rows, order)
+    drawn = data.draw(st.lists(st.integers(0, num_rows - 1), max_size=8))
+    rows = torch.tensor([0, num_rows - 1, math.prod(radices) - 1, *drawn])
+    digits = row_digits(rows, radices)
+    assert len(digits) == order
+    for digit, radix in zip(digits, radices, strict=True):
+        assert digit.dtype == torch.int64
+        assert int(digit.min()) >= 0
+        assert int(digit.max()) < radix
+    weights = [math.prod(radices[k + 1 :]) for k in range(order)]
+    assert torch.equal(sum(digit * weight for digit, weight in zip(digits, weights, strict=True)), rows)
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts products and scalings, and the numbers that they read and write; a scaling's diagonal isn't counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.mul.Tensor):
+            self.calls += 1
+            self.numbers += out.numel()
+            self.numbers += sum(x.numel() for x in args) if func is torch.ops.aten.mm.default else out.numel()
+        return out
+
+
+@pytest.mark.parametrize("order", [2, 4, 6])
+def test_work_is_what_torch_does(order: int) -> None:
+    shape = TTShape.for_linear(64, 64, tt_ranks=8, order=order)  # all sizes are multiples of a vector's
+    shape = TTShape([max(m, 8) if m > 1 else 1 for m in shape.row_shape], [max(n, 8) if n > 1 else 1 for n in shape.col_shape], 8)
+    cores = [torch.zeros(size) for size in shape.core_shapes]
+    diagonals = [torch.zeros(rank) for rank in shape.ranks]
+    with FlopCounterMode(display=False) as flops, OperatorCounter() as operators:
+        tt_linear(torch.zeros(24, shape.num_rows), cores, diagonals, order // 2, shape.num_cols, None)
+    assert tt_cost(shape, 24) == LAYER + flops.get_total_flops() // 2 + NUMBER * operators.numbers + CALL * operators.calls
