@@ -27,6 +27,11 @@ struct StripeSums {
   std::vector<Sums> each;
 };
 
+// out[k] += the sum of row k of [rows, size / rows].
+void add_row_sums(const float* values, int64_t rows, int64_t size, float* out) {
+  for (int64_t n = 0; n < size; ++n) out[n / (size / rows)] += values[n];
+}
+
 // Adds the sums of stripes, times diagonals, to their targets; cores are cut into parts of their slices.
 class Finishing {
  public:
@@ -35,7 +40,7 @@ class Finishing {
     const int64_t step = std::max<int64_t>(1, kFinishNumbers / std::max<int64_t>(1, target.core.size));
     for (int64_t first = 0; first < sums.slices; first += step) {
       parts_.push_back({&sums, diagonal, rows, target, diagonal_gradient, first, std::min(sums.slices, first + step), floats_});
-      floats_ += rounded(target.core.size) + rounded(rows);
+      floats_ += 2 * rounded(target.core.size);
     }
   }
 
@@ -43,14 +48,17 @@ class Finishing {
     Buffer<float> memory(floats_);
     run_tasks(int64_t(parts_.size()), [&](int64_t task, int64_t) {
       const Part& part = parts_[task];
-      float* diagonal_gradient = memory.get() + part.at;
-      std::fill_n(diagonal_gradient, part.rows, 0.0f);
+      const int64_t size = part.target.core.size;
+      float *products = memory.get() + part.at, *scratch = products + rounded(size);
+      std::fill_n(products, size, 0.0f);
       kernels.finish_sums(
           part.sums->each.data(), int(part.sums->each.size()), part.diagonal, part.rows, part.target, part.first, part.beyond,
-          part.diagonal_gradient != nullptr ? diagonal_gradient : nullptr, diagonal_gradient + rounded(part.rows));
+          part.diagonal_gradient != nullptr ? products : nullptr, scratch);
     });
-    for (const Part& part : parts_)
-      for (int64_t k = 0; part.diagonal_gradient != nullptr && k < part.rows; ++k) part.diagonal_gradient[k] += memory[part.at + k];
+    for (const Part& part : parts_) {
+      if (part.diagonal_gradient == nullptr) continue;
+      add_row_sums(memory.get() + part.at, part.rows, part.target.core.size, part.diagonal_gradient);
+    }
     parts_.clear();
     floats_ = 0;
   }
@@ -100,8 +108,8 @@ class TableGradients {
       uint8_t& uses = uses_[lookups_.q[u] - table_.right.first];
       uses = uint8_t(std::min(uses + 1, 2));
     }
-    cut_gradients_ = Buffer<float>(stripes() * rounded(table_.rank));
-    std::fill_n(cut_gradients_.get(), stripes() * rounded(table_.rank), 0.0f);
+    cut_products_ = Buffer<float>(stripes() * rounded(table_.right.size));
+    std::fill_n(cut_products_.get(), stripes() * rounded(table_.right.size), 0.0f);
   }
 
   void add_rows(int64_t stripe, const BagGradients& gradients, const Kernels& kernels, float* scratch) const {
@@ -111,7 +119,7 @@ class TableGradients {
       sums.left_target = &targets_[0];
       sums.right_target = &targets_[1];
       sums.uses = uses_.get();
-      sums.cut_gradient = cut_gradients_.get() + stripe * rounded(table_.rank);
+      sums.cut_products = cut_products_.get() + stripe * rounded(table_.right.size);
     }
     kernels.gradients_of_rows(table_, lookups_, gradients, bounds_[stripe], bounds_[stripe + 1], sums, scratch);
   }
@@ -131,7 +139,7 @@ class TableGradients {
       finishing.add(hot_projections_[b], hot_[b].diagonal, hot_[b].rows.core.size, hot_[b].projection, hot_[b].diagonal_gradient);
     float* cut_gradient = diagonal_gradients_[left_pair_ != nullptr ? 1 : 0];
     for (int64_t stripe = 0; finishes_at_once() && stripe < stripes(); ++stripe)
-      for (int64_t k = 0; k < table_.rank; ++k) cut_gradient[k] += cut_gradients_[stripe * rounded(table_.rank) + k];
+      add_row_sums(cut_products_.get() + stripe * rounded(table_.right.size), table_.rank, table_.right.size, cut_gradient);
     if (left_pair_ != nullptr) {
       finish_pair(finishing, *left_pair_, targets_, 0);
     } else {
@@ -213,7 +221,7 @@ class TableGradients {
   std::vector<StripeSums> hot_projections_;
   std::vector<HotSums> hot_sums_;  // [stripes, blocks]
   Buffer<uint8_t> uses_;           // see Stripe
-  Buffer<float> cut_gradients_;    // [stripes, rank]
+  Buffer<float> cut_products_;     // [stripes, rank, n2]
 };
 
 }  // namespace

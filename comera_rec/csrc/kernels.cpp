@@ -188,13 +188,12 @@ COMERA_INLINE void sum_lookups(
   }
 }
 
-// Multiplies the gradient of a slice by the diagonal and gives it to the target; also adds to the gradient of the diagonal. Either
-// pointer may be null.
+// Multiplies the gradient of a slice by the diagonal and gives it to the target; also adds to `products`, whose rows' sums are the
+// gradient of the diagonal. Either pointer may be null.
 COMERA_INLINE void finish_slice(
-    const Target& target, int64_t slice, float* total, const float* diagonal, int64_t rows, float* diagonal_gradient, float* widened) {
+    const Target& target, int64_t slice, float* total, const float* diagonal, int64_t rows, float* products, float* widened) {
   const Core& core = target.core;
-  if (diagonal_gradient != nullptr && rows > 0)
-    add_row_products(total, slice_of(core, slice + core.first, widened), rows, core.size / rows, diagonal_gradient);
+  if (products != nullptr) add_products(total, slice_of(core, slice + core.first, widened), core.size, products);
   if (diagonal != nullptr) scale_rows(total, diagonal, rows, core.size);
   if (target.update == nullptr) {
     narrow(total, core.number, core.size, offset(target.gradient, core.number, slice * core.size));
@@ -257,7 +256,7 @@ void gradients_of_rows(
     if (at_once && stripe.uses[right_slice] == 1) {
       std::memset(right_total, 0, 4 * right_size);
       add_product<N1, N2>(n1, n2, left, sum, rank, right_total);
-      finish_slice(*stripe.right_target, right_slice, right_total, table.diagonal, rank, stripe.cut_gradient, right_floats);
+      finish_slice(*stripe.right_target, right_slice, right_total, table.diagonal, rank, stripe.cut_products, right_floats);
       stripe.right.states[right_slice] = Sums::finished;
     } else {
       add_product<N1, N2>(n1, n2, left, sum, rank, touch(stripe.right, right_slice));
@@ -268,7 +267,7 @@ void gradients_of_rows(
 
 void finish_sums(
     const Sums* stripes, int count, const float* diagonal, int64_t rows, const Target& target, int64_t first, int64_t beyond,
-    float* diagonal_gradient, float* memory) {
+    float* products, float* memory) {
   Scratch scratch(memory);
   const Core& core = target.core;
   if (core.size == 0) return;  // truncated to rank 0: there is no memory
@@ -287,7 +286,7 @@ void finish_sums(
       }
     }
     if (total != nullptr) {
-      finish_slice(target, slice, total, diagonal, rows, diagonal_gradient, widened);
+      finish_slice(target, slice, total, diagonal, rows, products, widened);
     } else if (target.update == nullptr && !is_finished) {
       std::memset(offset(target.gradient, core.number, slice * core.size), 0, core.size * bytes_of(core.number));
     }

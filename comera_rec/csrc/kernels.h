@@ -133,7 +133,7 @@ struct Stripe {
   // Of tables of two cores, whose slices are finished at once where no other row has them, or rows that follow each other.
   const Target *left_target = nullptr, *right_target = nullptr;
   const uint8_t* uses = nullptr;     // by right slice: how many rows have it, 2 for more
-  float* cut_gradient = nullptr;     // [rank], of the diagonal, by slices that were finished at once
+  float* cut_products = nullptr;     // [rank, n2], of right slices that were finished at once; see `finish_sums`
 };
 
 struct Kernels {
@@ -161,10 +161,11 @@ struct Kernels {
       const Pair&, const float* diagonal, float* gradients, int64_t first, int64_t beyond, const Sums& outer,
       const Sums& inner, float* scratch);
   // For slices [first, beyond), adds the sums of all stripes, times the diagonal unless its pointer is null, to the target; if its
-  // pointer isn't null, also adds to the gradient of the diagonal.
+  // pointer isn't null, also adds products of the sums and slices to `products` [rows, ..], whose rows' sums are the gradient of the
+  // diagonal.
   void (*finish_sums)(
       const Sums* stripes, int count, const float* diagonal, int64_t rows, const Target&, int64_t first, int64_t beyond,
-      float* diagonal_gradient, float* scratch);
+      float* products, float* scratch);
   // Writes a core's only slice as floats, its rows times a diagonal, to `out`.
   void (*scaled_rows)(const Core&, const float* diagonal, int64_t rows, float* out);
   // Makes an optimizer's step for one slice, numbered from the core's first.

@@ -90,12 +90,13 @@ bool is_slice_major(const Tensor& core, bool is_leading) {
   return true;
 }
 
-// The arguments of a lookup as the loops take them, and the tensors that own their memory.
+// The arguments of a lookup as the loops take them, and the tensors that own their memory. A plan that a backward pass is given was
+// checked by the forward pass, which saved it.
 struct Arguments {
   Arguments(
       const std::vector<Tensor>& cores, const std::vector<Tensor>& diagonals, const std::vector<Tensor>& plan, const Tensor& offsets,
       const std::optional<Tensor>& weights, bool mean, const std::vector<int64_t>& slots, int64_t num_slots, int64_t num_cols,
-      const std::vector<int64_t>& hot_blocks, const std::vector<int64_t>& first_rows) {
+      const std::vector<int64_t>& hot_blocks, const std::vector<int64_t>& first_rows, bool is_checked = false) {
     require(plan.size() == 7, "plan holds ", plan.size(), " tensors: give the 7 of plan_lookup");
     const auto &inverse = plan[0], &order = plan[1], &starts = plan[2], &rows = plan[3], &left = plan[4], &right = plan[5],
                &bounds = plan[6];
@@ -122,7 +123,7 @@ struct Arguments {
     batch.num_lookups = L;
     batch.num_cols = num_cols;
     batch.plan = plan_in(plan);
-    require(is_plan(batch.plan, d, T, L), "plan holds numbers that plan_lookup doesn't make: take it from one call, unchanged");
+    require(is_checked || is_plan(batch.plan, d, T, L), "plan holds numbers that plan_lookup doesn't make: take it from one call, unchanged");
     int64_t floats = 0;
     for (int64_t t = 0; t < T; ++t) take_table(cores, t);
     int64_t width = 1;
@@ -298,7 +299,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>, Tensor> pool_backward(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
     std::optional<Tensor> weights, bool mean, std::vector<int64_t> slots, int64_t num_slots, int64_t num_cols,
     std::vector<int64_t> hot_blocks, std::vector<int64_t> first_rows) {
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows);
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows, true);
   std::vector<Tensor> core_gradients;
   std::vector<Target> targets;
   for (size_t k = 0; k < cores.size(); ++k) {
@@ -334,7 +335,7 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     std::optional<Tensor> weights, bool mean, std::vector<int64_t> slots, int64_t num_slots, int64_t num_cols,
     std::vector<int64_t> hot_blocks, std::vector<int64_t> first_rows, std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind,
     std::vector<double> settings, int64_t seed) {
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows);
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows, true);
   require(kind >= 0 && kind <= int64_t(Update::Kind::adamw), "kind is ", kind, ": choose 0 to 4");
   const Update::Kind chosen = Update::Kind(kind);
   // Diagonals are updated too if there are settings for them.

@@ -233,20 +233,26 @@ COMERA_INLINE void add_lanes(int64_t depth, int rows, int64_t length, const floa
 
 COMERA_INLINE float sum_lanes(const float* lanes) { return sum_of<kWidth>(load<kWidth>(lanes)); }
 
+// The inner product; what doesn't fill a vector is added by narrower ones.
+template <int W = kWidth>
 COMERA_INLINE float dot(const float* a, const float* b, int64_t count) {
-  Vector<kWidth> sums{};
+  if constexpr (W > 1)
+    if (count < W) return dot<W / 2>(a, b, count);
+  Vector<W> sums{};
   int64_t n = 0;
-  for (; n + kWidth <= count; n += kWidth) sums += load<kWidth>(a + n) * load<kWidth>(b + n);
-  float sum = sum_of<kWidth>(sums);
-  for (; n < count; ++n) sum += a[n] * b[n];
+  for (; n + W <= count; n += W) sums += load<W>(a + n) * load<W>(b + n);
+  const float sum = sum_of<W>(sums);
+  if constexpr (W > 1) return n == count ? sum : sum + dot<W / 2>(a + n, b + n, count - n);
   return sum;
 }
 
 // out[:] += factor * x[:].
+template <int W = kWidth>
 COMERA_INLINE void add_scaled(float* out, const float* x, float factor, int64_t count) {
   int64_t n = 0;
-  for (; n + kWidth <= count; n += kWidth) store<kWidth>(out + n, load<kWidth>(out + n) + factor * load<kWidth>(x + n));
-  for (; n < count; ++n) out[n] += factor * x[n];
+  for (; n + W <= count; n += W) store<W>(out + n, load<W>(out + n) + factor * load<W>(x + n));
+  if constexpr (W > 1)
+    if (n < count) add_scaled<W / 2>(out + n, x + n, factor, count - n);
 }
 
 // A row of a hot block: row[j] += sum over k of a[k] b[k, j], V vectors of W columns in registers.

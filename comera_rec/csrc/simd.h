@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__) || defined(__AVX__)
 #include <immintrin.h>
@@ -106,10 +107,11 @@ COMERA_INLINE float sum_of(Vector<W> value) {
   if constexpr (W == 1) {
     return value;
   } else {
-    Vector<W / 2> low, high;
-    std::memcpy(&low, &value, 2 * W);
-    std::memcpy(&high, reinterpret_cast<const char*>(&value) + 2 * W, 2 * W);
-    return sum_of<W / 2>(low + high);
+    const auto halves = [&]<int... N>(std::integer_sequence<int, N...>) {  // within registers
+      return __builtin_shufflevector(value, value, N...) + __builtin_shufflevector(value, value, (W / 2 + N)...);
+    };
+    if constexpr (W == 2) return value[0] + value[1];
+    else return sum_of<W / 2>(halves(std::make_integer_sequence<int, W / 2>{}));
   }
 }
 

@@ -124,13 +124,20 @@ class Scratch {
 
 void scale_rows(float* values, const float* diagonal, int64_t rows, int64_t size) {
   const int64_t columns = rows > 0 ? size / rows : 0;
-  for (int64_t k = 0; k < rows; ++k)
+  int64_t k = 0;
+  if (2 * columns == kWidth)  // two rows a store, because whole vectors are loaded next, which would wait for two stores
+    for (; k + 2 <= rows; k += 2) {
+      Vector<kWidth> factors;
+      for (int n = 0; n < kWidth; ++n) factors[n] = diagonal[k + n / (kWidth / 2)];
+      store<kWidth>(values + k * columns, load<kWidth>(values + k * columns) * factors);
+    }
+  for (; k < rows; ++k)
     for (int64_t j = 0; j < columns; ++j) values[k * columns + j] *= diagonal[k];
 }
 
-// out[k] += the inner product of rows k of both.
-void add_row_products(const float* a, const float* b, int64_t rows, int64_t columns, float* out) {
-  for (int64_t k = 0; k < rows; ++k) out[k] += dot(a + k * columns, b + k * columns, columns);
+// out[:] += a[:] b[:].
+COMERA_INLINE void add_products(const float* __restrict a, const float* __restrict b, int64_t count, float* __restrict out) {
+  for (int64_t n = 0; n < count; ++n) out[n] += a[n] * b[n];
 }
 
 COMERA_INLINE float* touch(const Sums& sums, int64_t slice) {

@@ -54,8 +54,10 @@ void update_slice(const Core& core, const Update& update, int64_t slice, float* 
     }
     float* sum = static_cast<float*>(update.first) + slice;
     *sum += dot(gradient, gradient, n) / float(n);
+    const float lr = update.lr / (__builtin_sqrtf(*sum) + update.eps);
+    if (core.number == Number::float32) return add_scaled(static_cast<float*>(core.data) + at, gradient, -lr, n);
     Update step;
-    step.lr = update.lr / (__builtin_sqrtf(*sum) + update.eps);
+    step.lr = lr;
     step.seed = update.seed;
     return update_slice(core, step, slice, gradient);
   }
