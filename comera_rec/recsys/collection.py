@@ -27,11 +27,13 @@ from comera_rec.ops.launch import rank_bucket
 from comera_rec.ops.plan.pairs import plan_pairs_of_bags
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig, require_valid
 from comera_rec.recsys.keyed import (
+    BoundsCheck,
     FeatureBatch,
-    check_all_ids,
+    are_within,
     in_order,
     joined,
     lengths_of,
+    lowest_limits,
     repeated,
     require_features,
     take_weights,
@@ -51,6 +53,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         is_weighted: whether the input carries per-sample weights.
         device: default the CPU.
         is_pooled: False in a `TTEmbeddingCollection`: all rows, without weights, instead of bags. Tables then have one dimension.
+
+    Attributes:
+        bounds_check: for ids out of range: its `mode` is "fatal", "warning" or "ignore"; `num_bad_ids` counts those replaced.
 
     Raises:
         ValueError: for two tables of one name, a name that torch reserves, or a pooling or data type that a table doesn't
@@ -102,8 +107,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         # The child names a feature after its table only where two dense tables share it.
         dense_names = [name for names in get_embedding_names_by_table(dense) for name in names]
         self._dense_keys = dict(zip(dense_names, self._keys_of(dense), strict=True))
-        limits = sorted(((config.num_embeddings, name) for config in dense for name in config.feature_names), reverse=True)
-        self._dense_limits = {name: limit for limit, name in limits}  # the smallest, where tables share a feature
+        self._dense_limits = lowest_limits(dense)
+        self.bounds_check = BoundsCheck(configs)
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
         self._has_one_width = len(set(self._lengths)) == 1
 
@@ -124,8 +129,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             features: F features of B bags each (with inverse indices, the number of bags may differ between features).
 
         Raises:
-            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU); naming the table, if its
-                feature is missing; for batch sizes that vary without inverse indices.
+            ValueError: naming the table, the id and the limit, if an id is out of range (on CPU, unless `bounds_check` has another
+                mode); naming the table, if its feature is missing; for batch sizes that vary without inverse indices.
             TypeError: for anything but a KeyedJaggedTensor (or a TensorDict).
 
         Returns:
@@ -133,6 +138,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """
         features = maybe_td_to_kjt(features, None)
         require_features(features, self._configs, is_pooled=self.is_pooled)
+        features = self.bounds_check(features)
         batch = FeatureBatch(features)
         self._check_dense_ids(batch)
         if not self._configs:
@@ -209,10 +215,10 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     def _check_dense_ids(self, batch: FeatureBatch) -> None:
         """Check the ids of dense tables: FBGEMM may return another table's row for a wrong id. Plans check those of TT tables."""
-        if self.dense_bags is None or torch.compiler.is_compiling():
+        if self.dense_bags is None or torch.compiler.is_compiling() or self.bounds_check.mode != "fatal":
             return
-        if batch.features.device().type == "cuda" and not batch.features.variable_stride_per_key():
-            check_all_ids(batch.features, self._dense_limits)
+        if batch.features.device().type == "cuda":
+            torch._assert_async(are_within(batch.features, self._dense_limits).all())
             return
         for config in (config for config in self._configs if not config.is_tt):
             for feature in config.feature_names:

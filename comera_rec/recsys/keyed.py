@@ -5,7 +5,9 @@ B batch size, N_f embedding_dim of feature f's table.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -65,10 +67,67 @@ def values_by_feature(features: KeyedJaggedTensor, values: Tensor | None = None)
     return dict(zip(features.keys(), parts, strict=True))
 
 
-def check_all_ids(features: KeyedJaggedTensor, limits: Mapping[str, int]) -> None:
-    """Check on the device that ids are below their feature's limit, if it has one: the next call that waits for the device fails.
+class BoundsCheck:
+    """What a collection does about ids that its tables don't have, in the terms of FBGEMM's tables.
 
-    Features have one batch size. How many ids each has is known to the device alone. Ids in no bag may be anything.
+    Mode "fatal" raises an error; on a GPU, the next call that waits for the device fails. "warning" and "ignore" look up row 0
+    instead and count such ids; "warning" also says so once, on CPU.
+    """
+
+    def __init__(self, tables: Sequence[BaseEmbeddingConfig]) -> None:
+        self._limits = lowest_limits(tables)
+        self._mode = "fatal"
+        self._count: Tensor | None = None
+
+    @property
+    def mode(self) -> str:
+        """One of "fatal", "warning" and "ignore"; may also be set to a `BoundsCheckMode` of FBGEMM, whose NONE means "ignore"."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: Any) -> None:
+        name = str(getattr(mode, "name", mode)).lower().removeprefix("v2_").replace("none", "ignore")
+        if name not in ("fatal", "warning", "ignore"):
+            raise UserError(f"the mode of bounds checks is {mode!r}: choose 'fatal', 'warning' or 'ignore'")
+        self._mode = name
+
+    @property
+    def num_bad_ids(self) -> int:
+        """How many ids were replaced on this process; waits for the device."""
+        return 0 if self._count is None else int(self._count)
+
+    def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return the batch, whose bad ids are 0 unless the mode is "fatal"."""
+        if self._mode == "fatal" or not len(features.values()):
+            return features
+        is_bad = ~are_within(features, self._limits)
+        if not torch.compiler.is_compiling():
+            if self._mode == "warning" and not features.values().is_cuda and not self.num_bad_ids and is_bad.any():
+                bad = features.values()[is_bad][0]
+                warnings.warn(f"id {int(bad)} is out of range for its table: such ids count as 0 from now on", stacklevel=2)
+            self._count = is_bad.sum() if self._count is None else self._count.add_(is_bad.sum())
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values().masked_fill(is_bad, 0),
+            weights=features.weights_or_none(),
+            lengths=features.lengths(),
+            offsets=features.offsets(),
+            stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
+            stride=None if features.variable_stride_per_key() else features.stride(),
+            inverse_indices=features.inverse_indices_or_none(),
+        )
+
+
+def lowest_limits(tables: Sequence[BaseEmbeddingConfig]) -> dict[str, int]:
+    """Return how many rows the tables of each feature have; the smallest number, where tables share a feature."""
+    limits = sorted(((table.num_embeddings, name) for table in tables for name in table.feature_names), reverse=True)
+    return {name: limit for limit, name in limits}
+
+
+def are_within(features: KeyedJaggedTensor, limits: Mapping[str, int]) -> Tensor:
+    """Return for each id whether it is below its feature's limit, if it has one, [sum of L_f]; nothing waits for the device.
+
+    How many ids each feature has is known to the device alone. Ids in no bag may be anything.
 
     Raises:
         ValueError: for ids of another type.
@@ -76,14 +135,12 @@ def check_all_ids(features: KeyedJaggedTensor, limits: Mapping[str, int]) -> Non
     ids, keys = features.values(), features.keys()
     if ids.dtype not in (torch.int32, torch.int64):
         raise UserError(f"ids are {ids.dtype}: give int32 or int64")
-    if not len(ids) or not features.stride():
-        return
     # A feature without a limit, and ids in no bag, may have any.
     lowest = on_device([[0 if key in limits else _ANY.min for key in keys] + [_ANY.min]], ids.device)[0]
     highest = on_device([[limits.get(key, _ANY.max) - 1 for key in keys] + [_ANY.max]], ids.device)[0]
-    ends = features.offsets()[features.stride() :: features.stride()].long().contiguous()
+    ends = features.offsets()[on_device([list(accumulate(features.stride_per_key()))], ids.device)[0]].long()
     of_ids = torch.bucketize(torch.arange(len(ids), device=ids.device), ends, right=True)
-    torch._assert_async(((ids >= lowest[of_ids]) & (ids <= highest[of_ids])).all())
+    return (ids >= lowest[of_ids]) & (ids <= highest[of_ids])
 
 
 _ANY = torch.iinfo(torch.int64)

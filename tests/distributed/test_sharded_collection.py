@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from processes import run
 from sharding import shard
 from torch import Tensor, nn
@@ -155,9 +156,9 @@ def share(step: int, rank: int, case: Case, world: int) -> KeyedJaggedTensor:
     return (without_repeats if varies else joined)(global_batch(step, sum(sizes), case)[first : first + sizes[rank]])
 
 
-def sharded(case: Case, group: dist.ProcessGroup | None = None) -> DistributedModelParallel:
+def sharded(case: Case, group: dist.ProcessGroup | None = None, **settings: object) -> DistributedModelParallel:
     kinds = dict(zip(("two", "three", "average"), case.kinds * 3, strict=False))
-    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR, **settings}
     dense = {"first": "table_wise", "small": "table_wise"} if case.dense else {}
     return shard(Model(case), {**kinds, **dense}, fused=fused, group=group)
 
@@ -380,6 +381,13 @@ def mistakes(rank: int) -> list[str]:
         messages.append(str(error.value).split(":")[0])
     with pytest.raises(ValueError, match="features have different batch sizes: give the KeyedJaggedTensor inverse indices, or"):
         model(KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), lengths=torch.tensor([5]), stride_per_key_per_rank=STRIDES))
+    lenient = sharded(Case(MIXED), bounds_check_mode=BoundsCheckMode.IGNORE)
+    bad, good = (
+        lenient(KeyedJaggedTensor(FEATURES, torch.tensor(ids), lengths=torch.ones(5).int()))[1]
+        for ids in ([900, -1, 700, 900, 20], [0] * 5)
+    )
+    assert torch.equal(bad, good)
+    assert lenient.module.bags.bounds_check.num_bad_ids == 5
     return messages
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +26,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from comera_rec import TableCompression, TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTShape, compress_, export_dense
 from comera_rec.rank import truncate_ranks_
-from comera_rec.recsys.keyed import check_all_ids
+from comera_rec.recsys.keyed import are_within
 
 MakeJagged = Callable[..., KeyedJaggedTensor]
 
@@ -179,16 +181,44 @@ def test_ids_out_of_range_name_table_id_and_limit(bad: int, ranks: int | None) -
 
 @pytest.mark.parametrize("bad", [None, ("a", -1), ("a", 5), ("c", -1), ("c", 7)], ids=str)
 def test_ids_of_all_features_are_checked_by_one_comparison(bad: tuple[str, int] | None) -> None:
-    # As collections check those of dense tables on a GPU.
     ids = {"a": [4, 0], "b": [10**12], "c": [6, 2, 6]}
     if bad is not None:
         ids[bad[0]][-1] = bad[1]
     values = torch.tensor([*ids["a"], *ids["b"], *ids["c"], -9])  # the last one is in no bag
     features = KeyedJaggedTensor(keys=list("abc"), values=values, lengths=torch.tensor([0, 2, 1, 0, 3, 0], dtype=torch.int32))
-    with nullcontext() if bad is None else pytest.raises(RuntimeError, match="nonzero"):
-        check_all_ids(features, {"a": 5, "c": 7})
+    wrong = [] if bad is None else [{"a": 1, "c": 5}[bad[0]]]
+    assert are_within(features, {"a": 5, "c": 7}).logical_not().nonzero().flatten().tolist() == wrong
     with pytest.raises(ValueError, match=r"ids are torch.float32: give int32 or int64"):
-        check_all_ids(KeyedJaggedTensor(keys=["a"], values=torch.zeros(1), lengths=torch.ones(1).int()), {})
+        are_within(KeyedJaggedTensor(keys=["a"], values=torch.zeros(1), lengths=torch.ones(1).int()), {})
+
+
+@pytest.mark.parametrize("mode", ["warning", "ignore", BoundsCheckMode.V2_WARNING, BoundsCheckMode.NONE], ids=repr)
+@pytest.mark.parametrize("varies", [False, True])
+def test_bad_ids_count_as_row_0_unless_they_are_fatal(mode: str | BoundsCheckMode, varies: bool) -> None:
+    configs = [table("users", ["f"], tt_ranks=4), table("clicks", ["g", "f"], rows=90), table("pages", ["h"], tt_ranks=2)]
+    collection = TTEmbeddingBagCollection(configs, is_weighted=True)
+    strides = {"stride_per_key_per_rank": [[2], [1], [3]], "inverse_indices": (list("fgh"), torch.tensor([[1, 0], [0, 0], [2, 1]]))}
+    values = torch.tensor([3, -1, 90, 100, 7, 101, 100]), torch.tensor([3, 0, 0, 0, 7, 0, 100])
+    bad, good = (
+        KeyedJaggedTensor(
+            keys=list("fgh"), values=ids, weights=torch.arange(1.0, 8), lengths=torch.tensor([2, 1, 1, 1, 0, 2]),
+            **(strides if varies else {}),  # type: ignore[arg-type]
+        )
+        for ids in values
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="is out of range for table"):
+        collection(bad)
+    expected = collection(good).values()
+    collection.bounds_check.mode = mode  # type: ignore[assignment]
+    says = pytest.warns(UserWarning, match="^id -1 is out of range for its table: such ids count as 0")
+    with says if collection.bounds_check.mode == "warning" else nullcontext():
+        torch.testing.assert_close(collection(bad).values(), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collection(bad)
+    assert collection.bounds_check.num_bad_ids == 8
+    with pytest.raises(ValueError, match="the mode of bounds checks is 'stop': choose 'fatal', 'warning' or 'ignore'"):
+        collection.bounds_check.mode = "stop"
 
 
 @pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,11 +56,15 @@ def test_a_gpu_collection_equals_one_on_the_cpu(keys: str, dense: tuple[str, ...
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("mode", ["fatal", "warning"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
-def test_a_step_does_not_wait_for_the_device(optimizer: type[torch.optim.Optimizer]) -> None:
+def test_a_step_does_not_wait_for_the_device(optimizer: type[torch.optim.Optimizer], mode: str) -> None:
     collection = make(()).to("cuda")
+    collection.bounds_check.mode = mode
     apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": 0.1})
     batches = [draw(device="cuda") for _ in range(4)]
+    if mode != "fatal":
+        batches[2].values().fill_(-1)
     torch.cuda.synchronize()
     for number, batch in enumerate(batches):
         torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step compiles, and makes states
@@ -65,3 +72,22 @@ def test_a_step_does_not_wait_for_the_device(optimizer: type[torch.optim.Optimiz
             collection(batch).values().sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert collection.bounds_check.num_bad_ids == (len(batches[2].values()) if mode != "fatal" and number >= 2 else 0)
+
+
+FATAL = """
+import sys; sys.path.insert(0, {folder!r})
+from test_collection_gpu import draw, make, torch
+batch = draw(device="cuda")
+batch.values()[0] = 1000
+make({dense!r}).to("cuda")(batch)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("dense", [(), ("one",)])
+def test_a_bad_id_ends_the_process_if_it_is_fatal(dense: tuple[str, ...]) -> None:
+    program = FATAL.format(folder=str(Path(__file__).parent), dense=dense)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode
+    assert "device-side assert" in ended.stderr

@@ -113,6 +113,10 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         owner = {config.name: _owner(plan[config.name]) for config in whole}
         whole.sort(key=lambda config: owner[config.name])
         self._is_pooled = module.is_pooled
+        self.bounds_check = module.bounds_check
+        mode = (dense_sharder.fused_params or {}).get("bounds_check_mode")
+        if mode is not None:
+            self.bounds_check.mode = mode
         placement = Placement(
             is_weighted=module.is_weighted(),
             is_pooled=module.is_pooled,
@@ -175,6 +179,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
                 inverse indices, if bags are pooled; for a feature that is missing.
         """
         require_features(features, self._tables, is_pooled=self._is_pooled)
+        features = self.bounds_check(features)
         if features.variable_stride_per_key():
             if self._is_pooled:
                 ctx.inverse_indices = features.inverse_indices_or_none()
