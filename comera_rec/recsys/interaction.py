@@ -5,7 +5,7 @@ B batch size, F features (the dense one included), P = F (F - 1) / 2 pairs, N em
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -94,24 +94,31 @@ class _Crossing(torch.autograd.Function):
         layers = len(parameters) // 3
         narrows, wides = parameters[:layers], parameters[layers : 2 * layers]
         kept = ctx.kept or _cross(first, ctx.dtype, parameters)[1]  # a further backward through a retained graph
-        grad_first: Tensor | None = None
+        grad_first = torch.zeros_like(first)
         grads: list[list[Tensor]] = [[], [], []]
-        for k in reversed(range(layers)):  # each new [B, d] reuses the memory of one that is no longer needed
+        for k in reversed(range(layers)):
             outer, inner, rounded = kept.pop(), kept.pop(), kept.pop()
-            is_rounded = inner.dtype != first.dtype
-            if grad_first is None:
-                grad_first = torch.mul(grad, outer, out=None if is_rounded else outer)
-            else:
-                grad_first.addcmul_(grad, outer)
-            del outer
-            grad_outer = (grad * first).to(inner.dtype)
+            for part, *factors in _parts(grad_first, grad, outer):
+                part.addcmul_(*factors)
+            grad_outer = outer  # whose memory is reused
+            for part, *factors in _parts(grad_outer, grad, first):
+                part.copy_(torch.mul(*factors))
             grad_inner = grad_outer @ wides[k].to(inner.dtype)
             for kind, value in enumerate((grad_inner.mT @ rounded, grad_outer.mT @ inner, grad_outer.sum(0))):
                 grads[kind].insert(0, value.to(first.dtype))
             product = torch.mm(grad_inner, narrows[k].to(inner.dtype), out=grad_outer)
-            grad = grad + product if is_rounded else product.add_(grad)
-        assert grad_first is not None
+            if product.dtype == grad.dtype:
+                grad = product.add_(grad)
+                continue
+            grad = grad.clone() if k == layers - 1 else grad
+            for part, more in _parts(grad, product):
+                part.add_(more)
         return grad_first.add_(grad), None, *(value for values in grads for value in values)
+
+
+def _parts(*batches: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Cut batches alike: on CPU, torch converts operands of another type as a whole, which takes memory."""
+    return zip(*(batch.split(2048 if batch.device.type == "cpu" else max(1, len(batch))) for batch in batches), strict=True)
 
 
 def _cross(first: Tensor, dtype: torch.dtype, parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -125,7 +132,9 @@ def _cross(first: Tensor, dtype: torch.dtype, parameters: Sequence[Tensor]) -> t
             inner = F.linear(rounded, narrow)
             outer = F.linear(inner, wide, bias)
             kept += [rounded, inner, outer]
-            x = torch.addcmul(x, first, outer)
+            x = x.clone() if k == 0 or rounded is x else x  # backward needs `rounded`
+            for part, *factors in _parts(x, first, outer):
+                part.addcmul_(*factors)
     return x, kept
 
 
