@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -103,14 +104,19 @@ def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Yield the rows of every case, without providers whose packages are not installed."""
+    """Yield the rows of every case, without providers that this machine can't run."""
+    yield from measure_cases("lookup", map(_able, cases(settings.quick, settings.device)), LookupWorkload, settings)
+
+
+def _able(case: LookupCase) -> LookupCase:
+    """Leave out providers whose packages are not installed, and dense ones whose tables don't fit into memory."""
     missing = {FBGEMM} if rivals.SplitTableBatchedEmbeddingBagsCodegen is None else set()
     missing |= {OURS, UPDATED, next(iter(GRAPHS))} if KeyedJaggedTensor is None else set()
-    if missing:
-        tqdm.write(f"lookup: without {', '.join(sorted(missing))}: torchrec or fbgemm-gpu is not installed")
-    sized = cases(settings.quick, settings.device)
-    able = [replace(case, providers=tuple(name for name in case.providers if name not in missing)) for case in sized]
-    yield from measure_cases("lookup", able, LookupWorkload, settings)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    missing |= {DENSE, FBGEMM} if 4 * sum(case.rows) * case.dim > 0.85 * memory else set()
+    if missing := missing.intersection(case.providers):
+        tqdm.write(f"lookup, {case.shapes()}: without {', '.join(sorted(missing))}: not installed, or larger than memory")
+    return replace(case, providers=tuple(name for name in case.providers if name not in missing))
 
 
 class TTTables(nn.Module):
