@@ -105,14 +105,16 @@ def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield the rows of every case, without providers that this machine can't run."""
-    yield from measure_cases("lookup", map(_able, cases(settings.quick, settings.device)), LookupWorkload, settings)
+    able = [_able(case, settings.device) for case in cases(settings.quick, settings.device)]
+    yield from measure_cases("lookup", able, LookupWorkload, settings)
 
 
-def _able(case: LookupCase) -> LookupCase:
+def _able(case: LookupCase, device: str) -> LookupCase:
     """Leave out providers whose packages are not installed, and dense ones whose tables don't fit into memory."""
     missing = {FBGEMM} if rivals.SplitTableBatchedEmbeddingBagsCodegen is None else set()
     missing |= {OURS, UPDATED, next(iter(GRAPHS))} if KeyedJaggedTensor is None else set()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = on_host if device == "cpu" else torch.cuda.mem_get_info(device)[1]
     missing |= {DENSE, FBGEMM} if 4 * sum(case.rows) * case.dim > 0.85 * memory else set()
     if missing := missing.intersection(case.providers):
         tqdm.write(f"lookup, {case.shapes()}: without {', '.join(sorted(missing))}: not installed, or larger than memory")
