@@ -75,7 +75,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tables and figures must be those of the committed rows. Warnings are errors, including those about dead links between pages.
+# Tables must be those of the committed rows. Warnings are errors, including those about dead links between pages.
 docs: install
 	$(BIN)/python -m benchmarks.pages --check
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs

@@ -4,8 +4,7 @@ continued      `comera transform --extend`, then `comera train --after` the day 
 anew           a new data set and a new run on the rows of all days so far
 first day's    the model of the first day, never trained again
 
-Each is `comera train --config examples/kaggle.toml` with fixed ranks. `counted` has AUC, the steps of the run, and its seconds,
-`transform` or `preprocess` included.
+Each is `comera train --config examples/kaggle.toml` with fixed ranks. `counted` has AUC and the steps of the run.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,54 +20,43 @@ from benchmarks.dlrm import CONFIG
 from benchmarks.harness.environment import comera
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Sizes
+from benchmarks.harness.workload import Given
 from data_pipeline.synth import SynthOptions, synth
 
 CONTINUED, ANEW, FIRST = "continued", "anew", "first day's"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Day(Sizes):
-    """The day whose rows were the last to train on."""
-
-    day: int
-    rows: int
-    scale: float
-    batch: int
-
-
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Train and evaluate day after day."""
-    size = Day(day=1, rows=400, scale=0.001, batch=64) if settings.quick else Day(day=1, rows=400_000, scale=0.2, batch=1024)
-    days = 2 if settings.quick else 5
+    size = {"rows": 400, "scale": 0.001, "batch": 64} if settings.quick else {"rows": 400_000, "scale": 0.2, "batch": 1024}
+    cases = [Given(values={"day": day, **size}) for day in range(1, 3 if settings.quick else 6)]
     with tempfile.TemporaryDirectory(dir=settings.data) as name:
         folder = Path(name)
-        logs = list(_logs(folder, size, days + 1))
-        for case, rows in each_case("days", [replace(size, day=day) for day in range(1, days + 1)], settings):
-            found = dict(_day(folder, logs, case, settings.seed))
+        logs = list(_logs(folder, size, len(cases) + 1))
+        for case, rows in each_case("days", cases, settings):
+            found = dict(_day(folder, logs, case.shapes(), settings.seed))
             yield rows("test", "NE", {method: [of.pop("ne")] for method, of in found.items()}, found)
 
 
-def _logs(folder: Path, size: Day, days: int) -> Iterator[Path]:
+def _logs(folder: Path, size: Mapping[str, Any], days: int) -> Iterator[Path]:
     """Write a log of all days, and return a part of it for each."""
     whole = folder / "log.txt"
-    synth(SynthOptions(rows=size.rows * days, output=whole, seed=1, scale=size.scale))
+    synth(SynthOptions(rows=size["rows"] * days, output=whole, seed=1, scale=size["scale"]))
     with whole.open() as lines:
         for day in range(1, days + 1):
-            (folder / f"{day}.txt").write_text("".join(itertools.islice(lines, size.rows)))
+            (folder / f"{day}.txt").write_text("".join(itertools.islice(lines, size["rows"])))
             yield folder / f"{day}.txt"
 
 
-def _day(folder: Path, logs: list[Path], case: Day, seed: int) -> Iterator[tuple[str, dict[str, float]]]:
-    day, preprocess = case.day, ("preprocess", "--val-fraction", 0.01, "--test-fraction", 0.01)
-    train = ("train", "--config", CONFIG, "ranks=none", f"data.batch_size={case.batch}", f"seed={seed}")
+def _day(folder: Path, logs: list[Path], case: Mapping[str, Any], seed: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield each method's scores after a day, the last to train on."""
+    day, preprocess = case["day"], ("preprocess", "--val-fraction", 0.01, "--test-fraction", 0.01)
+    train = ("train", "--config", CONFIG, "ranks=none", f"data.batch_size={case['batch']}", f"seed={seed}")
 
     def trained(prepare: tuple[Any, ...], data: Path, output: Path, *more: object) -> dict[str, float]:
-        start = time.perf_counter()
         comera(*prepare, "--output", data)
         comera(*train, f"data.path={data}", f"output={output}", *more)
-        seconds = time.perf_counter() - start
-        return {**_score(folder, data, output, logs[day]), "seconds": seconds}
+        return _score(folder, data, output, logs[day])
 
     inputs = [word for log in logs[:day] for word in ("--input", log)]
     yield ANEW, trained((*preprocess, *inputs), folder / f"anew-{day}", folder / f"anew-{day}-run")
@@ -79,7 +65,7 @@ def _day(folder: Path, logs: list[Path], case: Day, seed: int) -> Iterator[tuple
     before, data = (folder / (f"continued-{k}" if k > 1 else "anew-1") for k in (day - 1, day))
     extend = ("transform", "--data", before, "--input", logs[day - 1], "--split", "train", "--extend")
     yield CONTINUED, trained(extend, data, Path(f"{data}-run"), "--after", f"{before}-run")
-    yield FIRST, {**_score(folder, folder / "anew-1", folder / "anew-1-run", logs[day]), "seconds": 0.0}
+    yield FIRST, _score(folder, folder / "anew-1", folder / "anew-1-run", logs[day])
 
 
 def _score(folder: Path, data: Path, run: Path, log: Path) -> dict[str, float]:

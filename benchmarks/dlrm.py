@@ -54,13 +54,12 @@ class Size:
 
 FORMS = {
     "dense": Form(
-        overrides=("tables.format=dense", "linears.format=dense", "ranks=none"),
-        key="optimizer.lr_tables",
+        overrides=("tables.format=dense", "linears.format=dense", "ranks=none"), key="optimizer.lr_tables",
         rates=(0.0125, 0.025, 0.05, 0.1),
     ),
     "TT adaptive": Form(overrides=("tables.hot_rows=0",), key="optimizer.lr_cores", rates=(0.0015, 0.003, 0.006, 0.01)),
     "TT + rows adaptive": Form(overrides=("tables.hot_rows=auto",), key="optimizer.lr_cores", rates=(0.0008, 0.0015, 0.003, 0.006)),
-}
+}  # fmt: skip
 SIZES = (
     Size(
         data="synth", rows=1_000_000, scale=1.0, min_count=2, batch=2048, steps=390, early=80, late=120, compressions=(99,),

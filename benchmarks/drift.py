@@ -1,4 +1,4 @@
-"""Frequencies of ids that drift: a DLRM is trained on two days, each once, and tested on a third like the second.
+"""Frequencies of ids that drift: a model of `quality` is trained on two days, each once, and tested on a third like the second.
 
 From the first day to the second, a share of the 2,000 most frequent ids of each column trade frequencies with rarer ones. Effects
 of ids stay the same.
@@ -11,25 +11,21 @@ ordered        ids ordered by the second day's frequencies from the start: the m
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
-import comera_rec as cr
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Sizes
-from comera_rec.nn import rerank_hot_rows_, update_in_backward_
-from comera_rec.recsys import build_dlrm
+from benchmarks.quality.data_sets import DataSet, Rows
+from benchmarks.quality.models import Model, Task, evaluate, fit_
+from comera_rec.nn import rerank_hot_rows_
 
 COLUMNS, FREQUENT, BATCH, DIM = 8, 2000, 512, 16
-Day = tuple[Tensor, Tensor]
-"""Ids [rows, columns] and labels [rows]."""
+METHOD, COMPRESSION, RATE = "TT + rows", 20, 0.003
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,46 +37,47 @@ class Drift(Sizes):
     rows: int = 100_000
 
 
+class Day(DataSet):
+    """The rows of a day, to train or to test on."""
+
+    def __init__(self, ids: np.ndarray, labels: np.ndarray, num_ids: int) -> None:
+        rows = Rows(ids=torch.from_numpy(ids), dense=torch.zeros(len(ids), 1), labels=torch.from_numpy(labels).float())
+        self.train = self.val = self.test = rows
+        self.counts = [torch.bincount(of_column, minlength=num_ids) for of_column in rows.ids.T]
+
+
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Train and test for each share, with several seeds."""
     seeds = range(settings.seed, settings.seed + (1 if settings.quick else 3))
-    cases = [Drift(share=share) for share in (0.0, 0.1, 0.2)]
-    if settings.quick:
-        cases = [Drift(share=0.2, ids=4000, rows=2048)]
+    cases = [Drift(share=0.2, ids=4000, rows=2048)] if settings.quick else [Drift(share=share) for share in (0.0, 0.1, 0.2)]
     for case, rows in each_case("drift", cases, settings):
         found = [_entropies(case, seed) for seed in seeds]
         yield rows("test", "NE", {method: [each[method] for each in found] for method in found[0]}, {})
 
 
 def _entropies(case: Drift, seed: int) -> dict[str, float]:
-    rng = np.random.default_rng(seed)
-    rank_of = np.stack([_drifted(case, rng) for _ in range(COLUMNS)])  # on the second day, [columns, ids]
+    rng, columns = np.random.default_rng(seed), np.arange(COLUMNS)
+    rank_of = np.stack([_drifted(case, rng) for _ in columns])  # on the second day, [columns, ids]
     effects, factors = rng.normal(size=(COLUMNS, case.ids)) * 0.5, rng.normal(size=(COLUMNS, case.ids, 3)) * 0.35
+    chances = 1 / (np.arange(case.ids) + 10.0) ** 1.1
 
-    def day(rows: int, id_of: np.ndarray | None) -> Day:
-        chances = 1 / (np.arange(case.ids) + 10.0) ** 1.1
-        ids = rng.choice(case.ids, size=(rows, COLUMNS), p=chances / chances.sum())
-        if id_of is not None:
-            ids = np.stack([id_of[c][ids[:, c]] for c in range(COLUMNS)], axis=1)
-        of_ids = np.stack([factors[c][ids[:, c]] for c in range(COLUMNS)])
-        pairs = (of_ids.sum(0) ** 2).sum(1) - (of_ids**2).sum((0, 2))
-        logits = sum(effects[c][ids[:, c]] for c in range(COLUMNS)) + 0.5 * pairs - 1.2
-        return torch.from_numpy(ids), torch.from_numpy(rng.random(rows) < 1 / (1 + np.exp(-logits))).float()
+    def day(rows: int, id_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids = id_of[columns, rng.choice(case.ids, size=(rows, COLUMNS), p=chances / chances.sum())]
+        of_ids = factors[columns, ids]
+        pairs = (of_ids.sum(1) ** 2 - (of_ids**2).sum(1)).sum(1)
+        logits = effects[columns, ids].sum(1) + 0.5 * pairs - 1.2
+        return ids, rng.random(rows) < 1 / (1 + np.exp(-logits))
 
     id_of = rank_of.argsort(axis=1)
-    days = [day(case.rows, None), day(case.rows, id_of), day(case.rows // 2, id_of)]
-    ordered = [(torch.stack([torch.from_numpy(rank_of[c])[ids[:, c]] for c in range(COLUMNS)], 1), y) for ids, y in days]
-    model, optimizer = _model(case, seed)
-    _train(model, optimizer, days[0])
-    twin, twin_optimizer = copy.deepcopy((model, optimizer))
-    counts = {f"t{c}": torch.bincount(days[1][0][:, c], minlength=case.ids) for c in range(COLUMNS)}
-    rerank_hot_rows_(twin, twin_optimizer, counts)
-    _train(model, optimizer, days[1])
-    _train(twin, twin_optimizer, days[1])
-    right, right_optimizer = _model(case, seed)
-    for each in ordered[:2]:
-        _train(right, right_optimizer, each)
-    return {"continued": _test(model, days[2]), "reranked": _test(twin, days[2]), "ordered": _test(right, ordered[2])}
+    days = [day(case.rows, np.sort(rank_of)), day(case.rows, id_of), day(case.rows // 2, id_of)]
+    first, second, third = (Day(ids, labels, case.ids) for ids, labels in days)
+    in_order = [Day(rank_of[columns, ids], labels, case.ids) for ids, labels in days]
+    continued, ordered = _trained(None, first, seed), _trained(None, in_order[0], seed)
+    reranked = copy.deepcopy(continued)
+    rerank_hot_rows_(reranked, None, {f"embeddings.tables.{c}.bag": count for c, count in enumerate(second.counts)})
+    models = {"continued": (continued, second), "reranked": (reranked, second), "ordered": (ordered, in_order[1])}
+    tested = {"continued": third, "reranked": third, "ordered": in_order[2]}
+    return {name: evaluate(_trained(*how, seed), tested[name].test)["ne"] for name, how in models.items()}
 
 
 def _drifted(case: Drift, rng: np.random.Generator) -> np.ndarray:
@@ -92,40 +89,10 @@ def _drifted(case: Drift, rng: np.random.Generator) -> np.ndarray:
     return rank_of
 
 
-def _model(case: Drift, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _trained(model: Model | None, day: Day, seed: int) -> Model:
+    """Train a model, by default a new one, on the rows of a day, each once."""
+    task = Task(data=day, dim=DIM, batch=BATCH, steps=len(day.test.labels) // BATCH)
     torch.manual_seed(seed)
-    tables = [
-        EmbeddingBagConfig(name=f"t{c}", num_embeddings=case.ids, embedding_dim=DIM, feature_names=[f"f{c}"])
-        for c in range(COLUMNS)
-    ]
-    configs = cr.TableCompression(compression=20, hot_rows="auto", min_rows=100).table_configs(tables)
-    model = build_dlrm(configs, dense_in_features=0, dense_arch_layer_sizes=[DIM], over_arch_layer_sizes=[128, 64, 1], linears=None)
-    cores = [parameter for name, parameter in model.named_parameters() if "tt_bags" in name]
-    others = [parameter for name, parameter in model.named_parameters() if "tt_bags" not in name]
-    return model, torch.optim.Adam([{"params": cores, "lr": 3e-3}, {"params": others, "lr": 2e-3}])
-
-
-def _batches(day: Day) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
-    for ids, labels in zip(*(each.split(BATCH) for each in day), strict=True):
-        lengths = torch.ones(ids.numel(), dtype=torch.long)
-        yield KeyedJaggedTensor([f"f{c}" for c in range(COLUMNS)], ids.T.flatten(), lengths=lengths), labels
-
-
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, day: Day) -> None:
-    update_in_backward_(model, optimizer)
-    for features, labels in _batches(day):
-        optimizer.zero_grad()
-        _loss(model, features, labels).mean().backward()
-        optimizer.step()
-
-
-@torch.no_grad()
-def _test(model: nn.Module, day: Day) -> float:
-    losses = [_loss(model, features, labels) for features, labels in _batches(day)]
-    rate = float(day[1].mean())
-    return float(torch.cat(losses).mean()) / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-
-
-def _loss(model: nn.Module, features: KeyedJaggedTensor, labels: Tensor) -> Tensor:
-    logits = model(torch.empty(len(labels), 0), features).squeeze(1)
-    return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    model = model or Model(task, METHOD, COMPRESSION)
+    fit_(model, task, METHOD, COMPRESSION, RATE, seed)
+    return model

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import comera_rec as cr
 from benchmarks.harness.measure import Settings, measure_cases
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Sizes, TorchProvider, Workload, parameter_gradients
+from benchmarks.harness.workload import Sizes, TorchProvider, Workload, gradient_of, parameter_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,8 @@ class LinearCase(Sizes):
         return cr.TTShape.for_linear(self.in_features, self.out_features, tt_ranks=self.rank, order=self.order)
 
     def shapes(self) -> dict[str, Any]:
-        return {
-            "batch": self.batch,
-            "in": self.in_features,
-            "out": self.out_features,
-            "order": self.order,
-            "ranks": list(self.tt_shape.ranks),
-        }
+        sizes = {"batch": self.batch, "in": self.in_features, "out": self.out_features, "order": self.order}
+        return {**sizes, "ranks": list(self.tt_shape.ranks)}
 
 
 SECONDS = 2.5  # for each pass of each of the many cases
@@ -88,21 +83,15 @@ class LinearWorkload(Workload):
         input_BI = self.input_BI.double().requires_grad_()
         output_BO = input_BI @ weight_IO + stored["bias"]
         output_BO.backward(self.upstream_BO.double())
-        assert input_BI.grad is not None
-        assert weight_IO.grad is not None
-        return {
-            "output": output_BO.detach(),
-            "gradient of input": input_BI.grad,
-            "gradient of weight": weight_IO.grad.mT,
-            **{f"gradient of {name}": tensor.grad for name, tensor in stored.items() if tensor.grad is not None},
-        }
+        gradients = {"input": gradient_of(input_BI), "weight": gradient_of(weight_IO).mT}
+        gradients |= {name: gradient_of(tensor) for name, tensor in stored.items()}
+        return {"output": output_BO.detach(), **{f"gradient of {name}": gradient for name, gradient in gradients.items()}}
 
     def _provider(self, module: nn.Module) -> TorchProvider:
         input_BI = self.input_BI.clone().requires_grad_()  # as inside a network, the input needs a gradient too
 
         def gradients() -> dict[str, Tensor]:
-            assert input_BI.grad is not None
-            return {"gradient of input": input_BI.grad, **parameter_gradients(module)}
+            return {"gradient of input": gradient_of(input_BI), **parameter_gradients(module)}
 
         return TorchProvider(module, [(input_BI,)], self.upstream_BO, shown=gradients)
 

@@ -1,7 +1,6 @@
-"""Writes the tables and figures of README and docs from committed rows: `python -m benchmarks.pages [--check]`.
+"""Writes the tables of README and docs from committed rows: `python -m benchmarks.pages [--check]`.
 
-The figure is a PNG under benchmarks/results that keeps the hash of its rows. A page names a table in a comment; the lines between
-it and the closing comment are generated:
+A page names a table in a comment; the lines between it and the closing comment are generated:
 
     <!-- table lookup -->
     | TT tables | FBGEMM | ours |
@@ -11,7 +10,6 @@ it and the closing comment are generated:
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable
@@ -19,13 +17,10 @@ from functools import partial
 from pathlib import Path
 
 import click
-from PIL import Image
 
 from benchmarks import quality_tables, tables
-from benchmarks.harness.cli import run_command
-from benchmarks.harness.rows import read_rows
-from benchmarks.quality.figure import save_figure
 from benchmarks.tables import RESULTS
+from comera_rec.cli.errors import run_command
 from data_pipeline.errors import UserError
 
 ROOT = RESULTS.parents[1]
@@ -56,7 +51,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-converted": quality_tables.quality_of_converted,
     "quality-decays": quality_tables.quality_of_decays,
 }
-FIGURE = RESULTS / "quality.png"
 _BLOCK = re.compile(r"(?m)^<!-- table (\S+) -->\n(?:.*\n)*?<!-- end of table -->$")
 
 
@@ -77,38 +71,24 @@ def filled(page: Path) -> str:
     return _BLOCK.sub(block, page.read_text())
 
 
-def pages() -> list[Path]:
-    """Paths of README and of all pages in docs."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def _source(figure: Path) -> str | None:
-    with Image.open(figure) as image:
-        return image.info.get("Source")
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--check", is_flag=True, help="Change nothing; fail if a table or figure differs from its rows.")
+@click.option("--check", is_flag=True, help="Change nothing; fail if a table differs from its rows.")
 def fill(check: bool) -> None:
-    """Write the tables and figures of README and docs from the rows under benchmarks/results.
+    """Write the tables of README and docs from the rows under benchmarks/results.
 
     \b
     Example:
       python -m benchmarks.pages
     """
-    stale = {page: text for page in pages() if (text := filled(page)) != page.read_text()}
-    files = sorted(RESULTS.glob("*/quality.jsonl"))
-    rows = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    is_drawn = FIGURE.exists() and _source(FIGURE) == rows
-    names = ", ".join(str(path.relative_to(ROOT)) for path in (*stale, *([] if is_drawn else [FIGURE])))
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    stale = {page: text for page in pages if (text := filled(page)) != page.read_text()}
+    names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
     if names and check:
         raise UserError(f"{names} differ from their rows: run python -m benchmarks.pages")
     for page, text in stale.items():
         page.write_text(text)
-    if not is_drawn:
-        save_figure([row for file in files for row in read_rows(file)], FIGURE, source=rows)
-    click.echo(f"wrote {names}" if names else "all tables and figures match their rows")
+    click.echo(f"wrote {names}" if names else "all tables match their rows")
 
 
 if __name__ == "__main__":
-    run_command(fill, "benchmarks.pages")
+    run_command(fill, "python -m benchmarks.pages")

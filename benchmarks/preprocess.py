@@ -51,23 +51,21 @@ class LogCase(Sizes):
         return {"rows": self.rows, **({"groups": self.groups} if self.groups else {})}
 
 
-def cases(quick: bool) -> list[LogCase]:
-    if quick:
-        return [LogCase(rows=20_000, rounds=1)]
-    return [
-        LogCase(rows=10_000, rounds=5),
-        LogCase(rows=1_000_000),
-        LogCase(rows=5_000_000, providers=(OURS, PANDAS, DUCKDB), rounds=1),
-        LogCase(rows=20_000_000, providers=(OURS, DUCKDB), rounds=1),
-        LogCase(rows=100_000_000, providers=(OURS,), rounds=1),
-        *(LogCase(rows=rows, groups=0.5, providers=(OURS, SIMILAR), rounds=1) for rows in (1_000_000, 5_000_000, 20_000_000)),
-    ]
+QUICK = (LogCase(rows=20_000, rounds=1),)
+FULL = (
+    LogCase(rows=10_000, rounds=5),
+    LogCase(rows=1_000_000),
+    LogCase(rows=5_000_000, providers=(OURS, PANDAS, DUCKDB), rounds=1),
+    LogCase(rows=20_000_000, providers=(OURS, DUCKDB), rounds=1),
+    LogCase(rows=100_000_000, providers=(OURS,), rounds=1),
+    *(LogCase(rows=rows, groups=0.5, providers=(OURS, SIMILAR), rounds=1) for rows in (1_000_000, 5_000_000, 20_000_000)),
+)
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Measure wall-clock time, CPU time and peak memory of whole runs, in turns."""
     missing = set() if importlib.util.find_spec(DUCKDB) else {DUCKDB}
-    for case, rows in each_case("preprocess", cases(settings.quick), settings):
+    for case, rows in each_case("preprocess", QUICK if settings.quick else FULL, settings):
         for name in missing.intersection(case.providers):
             tqdm.write(f"preprocess, {case.shapes()}: without {name}, which is not installed (pip install {name})")
         samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in case.providers if name not in missing}
@@ -81,22 +79,19 @@ def run(settings: Settings) -> Iterator[list[Row]]:
                 _require_right_data(list(samples), Path(folder))
                 for name in samples:
                     shutil.rmtree(Path(folder, name))
-        seconds, cpu, mib = ({name: [run[k] for run in runs] for name, runs in samples.items()} for k in range(3))
-        counted = {
-            name: {"rows_per_s": case.rows / median(seconds[name]), "rows_per_cpu_s": case.rows / median(cpu[name])}
-            for name in samples
-        }
-        times = {name: [1000 * each for each in of] for name, of in seconds.items()}
+        ms, cpu_ms, mib = ({name: [run[k] for run in runs] for name, runs in samples.items()} for k in range(3))
+        rates = {"rows_per_s": ms, "rows_per_cpu_s": cpu_ms}
+        counted = {name: {rate: 1000 * case.rows / median(of[name]) for rate, of in rates.items()} for name in samples}
         rivals = (PANDAS, DUCKDB, TORCHREC)
-        yield rows("run", "ms", times, counted, rivals) + rows("run", "MiB", mib, counted, rivals)
+        yield rows("run", "ms", ms, counted, rivals) + rows("run", "MiB", mib, counted, rivals)
 
 
 def _measure(provider: str, log: Path, output: Path) -> tuple[float, float, float]:
-    """Run a provider of `preprocess_rivals.py` in a new process; return its seconds, CPU seconds and peak MiB."""
+    """Run a provider of `preprocess_rivals.py` in a new process; return its ms, CPU ms and peak MiB."""
     command = [sys.executable, "-m", "benchmarks.preprocess_rivals", provider, str(output), str(log)]
     done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True, check=True)
-    seconds, cpu, mib = json.loads(done.stdout.splitlines()[-1])
-    return seconds, cpu, mib
+    ms, cpu_ms, mib = json.loads(done.stdout.splitlines()[-1])
+    return ms, cpu_ms, mib
 
 
 def _require_right_data(providers: Sequence[str], folder: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from operator import itemgetter
 from statistics import mean
 
 from benchmarks.harness.rows import Row, select
 from benchmarks.harness.trainings import SEEDS
 from benchmarks.quality.data_sets import LOGS
-from benchmarks.quality.runs import VARIED, chosen
+from benchmarks.quality.runs import chosen
 from benchmarks.quality.storage import BITS, DTYPES
 from benchmarks.tables import EPYC_AVX2, EPYC_AVX512, XEON, committed, markdown, source, spread
 
@@ -25,31 +24,13 @@ DATA_SETS = {
     "video": "Amazon video games, implicit feedback, users' last item, 31,000 x 24,000",
 }
 NAMES = {
-    "dense": "dense",
-    "TT + rows": "TT with hot rows",
-    "TT + rows adaptive": "the same, ranks and widths adapted to the budget",
-    "TT fixed": "TT, one rank",
-    "TT adaptive": "TT, ranks adapted",
-    "TT SVD": "TT-SVD after half of the steps",
-    "mixed dim": "mixed dimensions",
-    "CAFE": "rows of hot ids, hashing for others (CAFE)",
-    "QR": "quotient-remainder",
-    "QR in parts": "quotient-remainder in parts",
-    "DHE": "an MLP over hashes (DHE)",
-    "MGQE": "product quantization (MGQE)",
-    "CCE": "clustered codes (CCE), codes not counted",
-    "PEP": "learned thresholds (PEP)",
-    "pruning": "magnitude pruning",
-    "hashing": "hashing",
-    "low rank": "low rank",
-    "ROBE": "ROBE",
-    "two hashes": "two hashes",
+    "dense": "dense", "TT + rows": "TT with hot rows", "TT + rows adaptive": "the same, ranks and widths adapted to the budget",
+    "TT fixed": "TT, one rank", "TT adaptive": "TT, ranks adapted", "TT SVD": "TT-SVD after half of the steps",
+    "mixed dim": "mixed dimensions", "CAFE": "rows of hot ids, hashing for others (CAFE)", "QR": "quotient-remainder",
+    "QR in parts": "quotient-remainder in parts", "hashing": "hashing", "low rank": "low rank", "ROBE": "ROBE",
     "neighbors": "neighbors share a row",
-    "prefixes": "sum of rows of three prefixes",
-    "group and place": "row of a group + row of a place",
-}
+}  # fmt: skip
 """Names of all methods, in the order of the tables."""
-NOT_EQUAL = (NAMES["CCE"],)  # its budget leaves out the bytes of the codes
 FEEDBACK = ("ml1m", "video")
 STARTS = ("random", "vectors")
 KNOWLEDGE = {("random", "none"): "", ("vectors", "none"): ", from vectors", ("vectors", "dense"): ", from vectors, distilled"}
@@ -61,10 +42,6 @@ RAN_ON = (XEON, EPYC_AVX2, EPYC_AVX512)
 
 def _committed() -> list[Row]:
     return [row for machine in RAN_ON for row in committed(machine, "quality")]
-
-
-def _measured() -> list[Row]:
-    return [row for row in _committed() if row.shapes["data"] not in (*VARIED, *FEEDBACK)]
 
 
 def _sources(*machines: str, command: str = "") -> str:
@@ -90,28 +67,24 @@ def _grid(
     lines = []
     for title, by_name in sections.items():
         cells = {name: [_cell(runs, metrics) for runs in line] for name, line in by_name.items()}
-        compared = [line for name, line in cells.items() if marks and name not in NOT_EQUAL]
-        best = [(max if metrics[0] == "auc" else min)(filter(None, column), default="") for column in zip(*compared, strict=True)]
+        columns = zip(*cells.values(), strict=True)
+        best = [(max if metrics[0] == "auc" else min)(filter(None, column), default="") for column in columns]
         lines += [[title, *[""] * (len(header) - 1)]] if title else []
         for name, line in cells.items():
-            is_best = [line in compared and bool(cell) and cell == of for cell, of in zip(line, best, strict=False)]
             if any(line):
-                lines.append([name, *(f"**{cell}**" if bold else cell for cell, bold in zip_longest(line, is_best))])
+                bold = [f"**{cell}**" if marks and cell and cell == of else cell for cell, of in zip(line, best, strict=True)]
+                lines.append([name, *bold])
     return markdown(header, lines)
 
 
 def quality(metric: str) -> str:
     """Means of NE or AUC at equal bytes, of our tables and the rivals'; the best are bold, the dense model's are in the titles."""
-    rows = chosen(_measured())
+    rows = select(chosen(_committed()), data="synth")
     sizes = sorted({row.shapes["compression"] for row in rows})
-    sections = {}
-    for data in dict.fromkeys(row.shapes["data"] for row in rows):
-        of_data = {name: select(rows, data=data, provider=method) for method, name in NAMES.items()}
-        dense = _cell(of_data.pop("dense"), [metric])
-        sections[f"{DATA_SETS[data]}; dense {dense}"] = {
-            name: [select(runs, compression=size) for size in sizes] for name, runs in of_data.items()
-        }
-    return _grid(["", *(f"{size:g}x" for size in sizes)], sections, metrics=[metric], marks=True) + _sources()
+    lines = {name: [select(rows, provider=method, compression=size) for size in sizes] for method, name in NAMES.items()}
+    del lines["dense"]
+    title = f"{DATA_SETS['synth']}; dense {_cell(select(rows, provider='dense'), [metric])}"
+    return _grid(["", *(f"{size:g}x" for size in sizes)], {title: lines}, metrics=[metric], marks=True) + _sources()
 
 
 def quality_of_dtypes() -> str:

@@ -11,12 +11,13 @@ import click
 import torch
 from tqdm import tqdm
 
-from benchmarks.harness.cli import run_command
+from benchmarks.harness.agreement import Disagreement
 from benchmarks.harness.environment import results_path
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import read_rows, writing_rows
 from benchmarks.harness.text import format_case
 from benchmarks.harness.timing import Plan
+from comera_rec.cli.errors import run_command
 from data_pipeline.errors import UserError
 
 # name -> (module and function, what it compares); the function yields the rows of each case.
@@ -35,7 +36,7 @@ BENCHMARKS = {
     "quality": ("quality.runs:run", "predictions of models whose tables take equal bytes; resumes"),
 }
 RESUMABLE = ("quality", "dlrm", "preprocess")
-_FILE = click.Path(path_type=Path)
+_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command(
@@ -53,24 +54,15 @@ _FILE = click.Path(path_type=Path)
 @click.option("--seed", default=0, show_default=True, help="Seed of weights and inputs.")
 @click.option(
     "--data",
-    type=_FILE,
+    type=click.Path(path_type=Path),
     metavar="FOLDER",
     help="quality: implicit feedback, see benchmarks/quality/data_sets.py; preprocess: where to keep logs.",
 )
 @click.option("--no-memory", is_flag=True, help="Don't measure the peak extra memory of calls.")
 def run(
-    name: str,
-    quick: bool,
-    json_file: Path | None,
-    save: bool,
-    device: str,
-    threads: int | None,
-    seconds: float | None,
-    only: str,
-    seed: int,
-    data: Path | None,
-    no_memory: bool,
-) -> None:
+    name: str, quick: bool, json_file: Path | None, save: bool, device: str, threads: int | None, seconds: float | None,
+    only: str, seed: int, data: Path | None, no_memory: bool,
+) -> int:  # fmt: skip
     """Measure all providers of a benchmark side by side, after checking that their results agree.
 
     A ratio is the baseline's median divided by the provider's: above 1 is less time, or less memory.
@@ -82,42 +74,43 @@ def run(
     """
     if save and (quick or (only and name not in RESUMABLE)):
         raise click.UsageError("--save keeps results of full runs: drop --quick and --only, or write the rows with --json")
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise UserError(f"--device is {device!r}: choose cpu, or cuda where torch sees a GPU")
     if threads is not None:
         torch.set_num_threads(threads)
     plan = Plan(warmup=1, min_rounds=5, max_rounds=5) if quick else Plan()
     if seconds is not None:
         plan = Plan(warmup=plan.warmup, min_rounds=plan.min_rounds, max_rounds=1_000_000, seconds=seconds)
-    settings = Settings(
-        quick=quick, device=_require_device(device), seed=seed, memory=not no_memory, only=_sizes(only), plan=plan, data=data
-    )
+    sizes = _sizes(only)
+    settings = Settings(quick=quick, device=device, seed=seed, memory=not no_memory, only=sizes, plan=plan, data=data)
     if json_file and name == "all":
         json_file.unlink(missing_ok=True)  # all append their rows
     for chosen in BENCHMARKS if name == "all" else [name]:
         resumes = chosen in RESUMABLE
         append = {json_file: resumes or name == "all"} if json_file else {}
         if save:
-            kept = results_path(chosen, device)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            append[kept] = resumes
-        finished = [row for path in list(append)[-1:] if resumes and path.exists() for row in read_rows(path)]
-        module, function = BENCHMARKS[chosen][0].split(":")
-        measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
-        with ExitStack() as files:
-            writers = [files.enter_context(writing_rows(path, append=appends)) for path, appends in append.items()]
-            for rows in measure(replace(settings, finished=finished)):
-                for write in writers:
-                    write(rows)
-                tqdm.write(format_case(rows) + "\n")
+            append[results_path(chosen, device)] = resumes
+        try:
+            _measure(chosen, settings, append)
+        except Disagreement as error:
+            click.echo(f"benchmarks.run: nothing timed, providers disagree: {' '.join(str(error).split())}", err=True)
+            return 1
     if json_file:
         click.echo(f"wrote {json_file}")
+    return 0
 
 
-def _require_device(device: str) -> str:
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise UserError(
-            f"--device is {device!r}: choose cpu" + (" or cuda" if torch.cuda.is_available() else ", torch sees no GPU")
-        )
-    return device
+def _measure(name: str, settings: Settings, append: dict[Path, bool]) -> None:
+    """Run a benchmark and write its rows to files, at their end where `append` says so; the last one has finished rows."""
+    finished = [row for path in list(append)[-1:] if name in RESUMABLE and path.exists() for row in read_rows(path)]
+    module, function = BENCHMARKS[name][0].split(":")
+    measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+    with ExitStack() as files:
+        writers = [files.enter_context(writing_rows(path, append=appends)) for path, appends in append.items()]
+        for rows in measure(replace(settings, finished=finished)):
+            for write in writers:
+                write(rows)
+            tqdm.write(format_case(rows) + "\n")
 
 
 def _sizes(only: str) -> dict[str, str]:
@@ -128,4 +121,4 @@ def _sizes(only: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    run_command(run, "benchmarks.run")
+    run_command(run, "python -m benchmarks.run")

@@ -1,8 +1,9 @@
-"""Requests answered in one process: packages of a TT model, and of a dense model of the same weights with TorchRec's 8-bit tables.
+"""Requests answered in one process: packages of a TT model, and of a dense model of the same weights with FBGEMM's 8-bit tables.
 
 An untrained model of Criteo-Kaggle's tables with `compression` times fewer parameters, hot rows included, and MLPs with TT layers.
-The rival stores its rows in 8 bits, and the dense weights of its MLPs; AOTInductor compiles it. Ids are drawn by Zipf's law. A
-request of 100 rows is one user with 100 candidates: the first half of its columns is the same in all rows.
+The rival stores its rows in 8 bits, as TorchRec's `quantize_embeddings` does, and the dense weights of its MLPs; AOTInductor
+compiles it. Ids are drawn by Zipf's law. A request of 100 rows is one user with 100 candidates: the first half of its columns is
+the same in all rows.
 
 Rows of pass "forward" have a call's time, with the 99th percentile in `counted`. Rows of pass "run" have the time (ms) to load a
 package in a process that has loaded torch, and the memory (MiB) that it adds to that process by its first answer.
@@ -16,22 +17,23 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch._inductor import aoti_compile_and_package
 from torch._inductor.utils import fresh_cache
 from torch.export import Dim
 from torchrec import KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM, InteractionArch
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
-from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantizedCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import comera_rec as cr
 from benchmarks.harness.agreement import require_agreement
@@ -45,19 +47,12 @@ from comera_rec.ops.native import LIBRARY
 from comera_rec.serving.package import ServingModel
 
 INTEGERS, REQUESTS = 13, 64
-OURS = {  # form, dtype
-    "portable float32": ("portable", "float32"),
-    "fast float32": ("fast", "float32"),
-    "fast int8": ("fast", "int8"),
-}
+OURS = {"portable float32": ("portable", "float32"), "fast float32": ("fast", "float32"), "fast int8": ("fast", "int8")}
+"""Name -> form and dtype."""
 COMPILED = "dense int8, AOTInductor"
 BATCHES = (1, 100, 1024)
 _ROWS = 1 << 19  # rows formed at once
-_SETTINGS = (
-    *("total_D", "max_int2_D", "max_int4_D", "max_int8_D", "max_float8_D", "max_float16_D", "max_float32_D"),
-    *("fp8_exponent_bits", "fp8_exponent_bias", "output_dtype", "row_alignment"),
-)
-
+_ROW_ALIGNMENT = 16  # TorchRec's
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Answers a request: dense features, ids, and lengths of bags."""
@@ -82,13 +77,9 @@ class ServeCase(Sizes):
 QUICK = ServeCase(rows=(30_000, 9_000, 50), dim=16, compression=20, dense_arch=(32,), over_arch=(32,), batch=1)
 
 
-def cases(quick: bool) -> list[ServeCase]:
-    return [replace(QUICK, batch=2)] if quick else [ServeCase(batch=batch) for batch in BATCHES]
-
-
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Time all forms of one model in turns, on requests of each size; then measure what loading them takes."""
-    sizes = chosen(cases(settings.quick), settings.only)
+    sizes = chosen([QUICK] if settings.quick else [ServeCase(batch=batch) for batch in BATCHES], settings.only)
     torch.manual_seed(settings.seed)
     model = build(sizes[0])
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
@@ -102,7 +93,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
                 output = call(*requests[0])
                 # Scores of quantized models are compared with the tolerance of a type of few bits.
                 require_agreement(expected, {name: {"output": output if "float32" in name else output.bfloat16()}})
-            turns = {name: partial(_on_request, call, requests) for name, call in calls.items()}
+            turns = {name: lambda turn, call=call, of=requests: call(*of[turn % REQUESTS]) for name, call in calls.items()}
             samples = alternate(turns, settings.plan)
             counted = {name: {"p99": float(np.percentile(times, 99))} for name, times in samples.items()}
             yield rows("forward", "ms", samples, counted, (COMPILED,))
@@ -155,73 +146,54 @@ def package(model: DLRM, case: ServeCase, path: Path, form: str, dtype: str = "f
     return lambda *request: served(*request)[0]
 
 
-def _quantized(bag: nn.Module, count: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Quantize the rows of a table, formed in parts, to 8 bits; return numbers [M, N] and scales and offsets [M, 4], in bytes."""
-    numbers, scales = torch.empty(count, dim, dtype=torch.uint8), torch.empty(count, 4, dtype=torch.uint8)
-    for ids in torch.arange(count).split(_ROWS):
-        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(bag(ids[:, None]), 8)
-        numbers[ids[0] : ids[-1] + 1], scales[ids[0] : ids[-1] + 1] = fused[:, :-4], fused[:, -4:]
-    return numbers, scales
-
-
-def quantized_collection(collection: cr.TTEmbeddingBagCollection) -> QuantizedCollection:
-    """Build the quantized collection that TorchRec's `quantize_embeddings` would make of the tables in dense form."""
+def quantized_lookup(collection: cr.TTEmbeddingBagCollection) -> IntNBitTableBatchedEmbeddingBagsCodegen:
+    """Build FBGEMM's lookup of the tables in dense form, whose rows are formed in parts and quantized to 8 bits."""
     configs = collection.embedding_bag_configs()
-    rows = {
-        config.name: _quantized(collection.embedding_bags[config.name], config.num_embeddings, config.embedding_dim)
-        for config in configs
-    }
-    configs = [
-        EmbeddingBagConfig(
-            name=config.name, num_embeddings=config.num_embeddings, embedding_dim=config.embedding_dim,
-            feature_names=config.feature_names, data_type=DataType.INT8,
-        )
-        for config in configs
-    ]  # fmt: skip
-    return QuantizedCollection(configs, False, torch.device("cpu"), torch.float32, table_name_to_quantized_weights=rows)
+    specs = [(each.name, each.num_embeddings, each.embedding_dim, SparseType.INT8, EmbeddingLocation.HOST) for each in configs]
+    lookup = IntNBitTableBatchedEmbeddingBagsCodegen(
+        specs, device="cpu", output_dtype=SparseType.FP32, row_alignment=_ROW_ALIGNMENT
+    )
+    lookup.initialize_weights()
+    for config, (numbers, scales) in zip(configs, lookup.split_embedding_weights(), strict=True):
+        for ids in torch.arange(config.num_embeddings).split(_ROWS):
+            rows = collection.embedding_bags[config.name](ids[:, None])
+            fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, 8)
+            numbers[ids[0] : ids[-1] + 1], scales[ids[0] : ids[-1] + 1] = fused[:, :-4], fused[:, -4:]
+    return lookup
 
 
 class CompiledLookup(nn.Module):
-    """The single lookup of a quantized collection, after a leading vector [B, N].
+    """A quantized lookup, after a leading vector [B, N].
 
-    torch.export can't trace the collection or its FBGEMM module, which both hold an object without a fake class, so this calls
-    their operator on their tensors.
+    torch.export can't trace FBGEMM's module, which holds an object without a fake class, so this calls its operator on its tensors.
     """
 
-    def __init__(self, collection: QuantizedCollection) -> None:
+    def __init__(self, lookup: IntNBitTableBatchedEmbeddingBagsCodegen) -> None:
         super().__init__()
-        (lookup,) = collection._emb_modules
         for name in ("weights_host", "weights_uvm", "weights_placements", "weights_offsets", "weights_tys", "D_offsets"):
             self.register_buffer(name, getattr(lookup, name))
-        self.settings = {name: getattr(lookup, name) for name in _SETTINGS}
+        types = ("int2", "int4", "int8", "float8", "float16", "float32")
+        names = ("total_D", *(f"max_{name}_D" for name in types), "fp8_exponent_bits", "fp8_exponent_bias", "output_dtype")
+        self.settings = {name: getattr(lookup, name) for name in names}
         self.pooling_mode = int(lookup.pooling_mode)
 
     def forward(self, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
         bags = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
-            dev_weights=self.weights_host,
-            uvm_weights=self.weights_uvm,
-            weights_placements=self.weights_placements,
-            weights_offsets=self.weights_offsets,
-            weights_tys=self.weights_tys,
-            D_offsets=self.D_offsets,
-            indices=values,
-            offsets=F.pad(lengths.cumsum(0), (1, 0)),
-            pooling_mode=self.pooling_mode,
-            indice_weights=None,
-            lxu_cache_weights=None,
-            lxu_cache_locations=None,
-            **self.settings,
-        )
+            dev_weights=self.weights_host, uvm_weights=self.weights_uvm, weights_placements=self.weights_placements,
+            weights_offsets=self.weights_offsets, weights_tys=self.weights_tys, D_offsets=self.D_offsets, indices=values,
+            offsets=F.pad(lengths.cumsum(0), (1, 0)), pooling_mode=self.pooling_mode, indice_weights=None,
+            lxu_cache_weights=None, lxu_cache_locations=None, row_alignment=_ROW_ALIGNMENT, **self.settings,
+        )  # fmt: skip
         return torch.cat([lead, bags], dim=1).view(lead.shape[0], -1, lead.shape[1])
 
 
 class CompiledModel(nn.Module):
-    """The same DLRM over a quantized collection, with dense MLPs; its inputs are those of our packages."""
+    """The same DLRM over quantized tables, with dense MLPs; its inputs are those of our packages."""
 
     def __init__(self, model: DLRM) -> None:
         super().__init__()
-        collection = quantized_collection(model.sparse_arch.embedding_bag_collection)
-        self.lookup, self.inter_arch = CompiledLookup(collection), InteractionArch(model.inter_arch.F)
+        lookup = quantized_lookup(model.sparse_arch.embedding_bag_collection)
+        self.lookup, self.inter_arch = CompiledLookup(lookup), InteractionArch(model.inter_arch.F)
         self.dense_arch, self.over_arch = cr.export_dense(model.dense_arch), cr.export_dense(model.over_arch)
 
     def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
@@ -257,16 +229,15 @@ def draw_request(case: ServeCase) -> tuple[Tensor, Tensor, Tensor]:
 def loading_rows(packages: Mapping[str, Path], case: ServeCase, settings: Settings) -> list[Row]:
     """Measure ms to load each package and MiB that it adds, in separate processes; rows also have the file's bytes."""
     counted = {name: {"bytes": float(path.stat().st_size)} for name, path in packages.items()}
-    times: dict[str, list[float]] = {name: [] for name in packages}
-    memory: dict[str, list[float]] = {name: [] for name in packages}
-    for _ in range(3):
-        for name, path in packages.items():
-            arguments = [sys.executable, "-c", _LOADING, str(path), str(LIBRARY), str(len(case.rows)), str(INTEGERS)]
-            answer = json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
-            times[name].append(answer["ms"])
-            memory[name].append(answer["mib"])
-    tell = partial(case_rows, "serve", case, settings)
-    return tell("run", "ms", times, counted, (COMPILED,)) + tell("run", "MiB", memory, counted, (COMPILED,))
+    answers: dict[str, list[dict[str, float]]] = {name: [] for name in packages}
+    for name, path in 3 * list(packages.items()):
+        arguments = [sys.executable, "-c", _LOADING, str(path), str(LIBRARY), str(len(case.rows)), str(INTEGERS)]
+        answers[name].append(json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout))
+    rows = []
+    for unit in ("ms", "MiB"):
+        samples = {name: [answer[unit] for answer in of_package] for name, of_package in answers.items()}
+        rows += case_rows("serve", case, settings, "run", unit, samples, counted, (COMPILED,))
+    return rows
 
 
 _LOADING = """
@@ -282,9 +253,5 @@ before, start = resident(), time.perf_counter()
 model = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
 seconds = time.perf_counter() - start
 model.run(list(inputs))
-print(json.dumps({"ms": 1000 * seconds, "mib": resident() - before}))
+print(json.dumps({"ms": 1000 * seconds, "MiB": resident() - before}))
 """
-
-
-def _on_request(call: Callable[..., Tensor], requests: list[tuple[Tensor, Tensor, Tensor]], turn: int) -> Tensor:
-    return call(*requests[turn % len(requests)])

@@ -216,11 +216,10 @@ class Step:
         return dict(zip((*PARTS, STEP), map(list, zip(*steps, strict=True)), strict=True))
 
     def counted(self) -> dict[str, float]:
-        """Return sizes, and the losses of the first and of the last step."""
+        """Return sizes, and the loss of the last step."""
         report = compression_report(self._state.module)
-        sizes = {"params": report.total("params"), "table_mib": report.total("bytes", kind="table") / 2**20,
-                 "dense_gb": report.total("dense_bytes") / 1e9}  # fmt: skip
-        return {**sizes, "first_loss": self.losses[0], "last_loss": self.losses[-1]}
+        sizes = {"table_mib": report.total("bytes", kind="table") / 2**20, "dense_gb": report.total("dense_bytes") / 1e9}
+        return {"params": report.total("params"), **sizes, "last_loss": self.losses[-1]}
 
     def _tick(self, part: str, *_: object) -> None:
         self._ticks[-1][part] = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -22,7 +22,7 @@ MACHINES = {
     EPYC_AVX2: "2 cores of an AMD EPYC with AVX2",
     EPYC_AVX512: "2 cores of an AMD EPYC with AVX-512",
 }
-
+OURS = "TTEmbeddingBagCollection, updated in backward"
 DAYS = {"continued": "continued", "anew": "anew, on all days", "first day's": "the first day's model"}
 ORDERS = {"comera-rec": "by frequency", "comera-rec, by similarity": "by similarity"}
 
@@ -54,57 +54,47 @@ def spread(values: Sequence[float], digits: int = 4) -> str:
 
 def lookup(machine: str) -> str:
     """A training step over the seven largest tables of Criteo-Kaggle."""
-    ours = "TTEmbeddingBagCollection, updated in backward"
     columns = {
-        "nn.EmbeddingBag sparse": "`nn.EmbeddingBag`",
-        "FBGEMM": "FBGEMM",
-        "TTM no dedup": "TT without dedup",
-        "TTM row dedup": "TT, unique rows",
-        ours: "ours",
-    }
+        "nn.EmbeddingBag sparse": "`nn.EmbeddingBag`", "FBGEMM": "FBGEMM", "TTM no dedup": "TT without dedup",
+        "TTM row dedup": "TT, unique rows", OURS: "ours",
+    }  # fmt: skip
     rows = select(committed(machine, "lookup"), batch=16384, dim=64, pass_="step")
     lines = []
     for order, rank in dict.fromkeys((row.shapes["order"], row.shapes["rank"]) for row in rows):
-        case = select(rows, order=order, rank=rank)
-        ms = {name: one(case, provider=name, unit="ms") for name in columns}
-        fbgemm, extra = (one(case, provider=name, unit="MiB").p50 for name in ("FBGEMM", ours))
-        sizes = [f"order {order}, TT rank {rank}", f"{ms[ours].counted['compression']:,.0f}x"]
-        compared = [f"{ms[ours].p50 / ms['FBGEMM'].p50:.2f}x", f"{fbgemm:.0f} / {extra:.0f} MiB"]
-        lines.append([*sizes, *(f"{row.p50:,.1f}" for row in ms.values()), *compared])
+        ms, smaller, memory = _lookup_case(select(rows, order=order, rank=rank), columns)
+        cells = [f"order {order}, TT rank {rank}", smaller, *(f"{each:,.1f}" for each in ms.values())]
+        lines.append([*cells, f"{ms[OURS] / ms['FBGEMM']:.2f}x", memory])
     header = ["TT tables", "smaller", *columns.values(), "of FBGEMM's", "extra memory, FBGEMM / ours"]
     return markdown(header, lines) + source(machine, "lookup")
 
 
+def _lookup_case(case: Sequence[Row], providers: Iterable[str]) -> tuple[dict[str, float], str, str]:
+    """Return times of providers, the compression, and what FBGEMM's step and ours add to memory."""
+    ms = {name: one(case, provider=name, unit="ms").p50 for name in providers}
+    fbgemm, ours = (one(case, provider=name, unit="MiB") for name in ("FBGEMM", OURS))
+    return ms, f"{ours.counted['compression']:,.0f}x", f"{fbgemm.p50:.0f} / {ours.p50:.0f} MiB"
+
+
 def lookup_by_batch() -> str:
     """The same step by batch and TT rank, beside FBGEMM's."""
-    ours = "TTEmbeddingBagCollection, updated in backward"
     rows = select(committed(EPYC_AVX512, "lookup"), dim=64, order=2, pass_="step", unit="ms")
     lines = []
     for batch in (512, 2048, 16384):
-        pairs = [[one(rows, batch=batch, rank=rank, provider=name) for name in ("FBGEMM", ours)] for rank in (8, 16, 32)]
-        cells = [f"{tt.p50:.2f} / {fbgemm.p50:.2f} ms, {tt.p50 / fbgemm.p50:.2f}x" for fbgemm, tt in pairs]
-        lines.append([f"{batch:,}", *cells])
+        pairs = [[one(rows, batch=batch, rank=rank, provider=name).p50 for name in ("FBGEMM", OURS)] for rank in (8, 16, 32)]
+        lines.append([f"{batch:,}", *(f"{tt:.2f} / {fbgemm:.2f} ms, {tt / fbgemm:.2f}x" for fbgemm, tt in pairs)])
     header = ["rows in a batch", *(f"TT rank {rank}: ours / FBGEMM's" for rank in (8, 16, 32))]
     return markdown(header, lines) + source(EPYC_AVX512, "lookup", "lookup --only batch=BATCH,order=2,dim=64")
 
 
 def lookup_on_gpu() -> str:
     """The same step on a GPU, with updates in backward, eager and in a CUDA graph."""
-    eager, graph = "TTEmbeddingBagCollection, updated in backward", "TT tables, row-wise Adagrad, CUDA graph"
-    columns = {
-        "FBGEMM": "FBGEMM, eager",
-        eager: "ours, eager",
-        graph: "ours, graph",
-        "TT tables, Adagrad, CUDA graph": "Adagrad, graph",
-    }
+    columns = {"FBGEMM": "FBGEMM, eager", OURS: "ours, eager", "TT tables, row-wise Adagrad, CUDA graph": "ours, graph"}
+    columns |= {"TT tables, Adagrad, CUDA graph": "Adagrad, graph"}
     rows = select(committed(H100, "lookup"), pass_="step", order=2)
     lines = []
     for dim, rank, batch in dict.fromkeys((row.shapes["dim"], row.shapes["rank"], row.shapes["batch"]) for row in rows):
-        case = select(rows, dim=dim, rank=rank, batch=batch)
-        ms = {name: one(case, provider=name, unit="ms") for name in columns}
-        fbgemm, extra = (one(case, provider=name, unit="MiB").p50 for name in ("FBGEMM", eager))
-        sizes = [f"{dim}", f"{rank}", f"{batch:,}", f"{ms[eager].counted['compression']:,.0f}x"]
-        lines.append([*sizes, *(f"{row.p50:.2f}" for row in ms.values()), f"{fbgemm:.0f} / {extra:.0f} MiB"])
+        ms, smaller, memory = _lookup_case(select(rows, dim=dim, rank=rank, batch=batch), columns)
+        lines.append([f"{dim}", f"{rank}", f"{batch:,}", smaller, *(f"{each:.2f}" for each in ms.values()), memory])
     header = ["dim", "TT rank", "batch", "smaller", *columns.values(), "extra memory, FBGEMM / ours"]
     return markdown(header, lines, left=0) + source(H100, "lookup", "lookup --device cuda --seconds 0.25")
 
@@ -124,11 +114,7 @@ def linear() -> str:
 def transformer() -> str:
     """A training step of CoMERA's six-encoder transformer."""
     rows = committed(EPYC_AVX512, "transformer")
-    names = {
-        "dense": "dense, Adam",
-        "low rank": "linear layers of rank 30",
-        "tensor train": "TT layers and embedding",
-    }
+    names = {"dense": "dense, Adam", "low rank": "linear layers of rank 30", "tensor train": "TT layers and embedding"}
     batches = list(dict.fromkeys(row.shapes["batch"] for row in rows))
     lines = []
     for provider, title in names.items():
@@ -143,11 +129,9 @@ def serve() -> str:
     """One call of a served model, compared with 8-bit tables."""
     rows = committed(EPYC_AVX512, "serve")
     names = {
-        "fast int8": "`--form fast --dtype int8`",
-        "fast float32": "`--form fast`",
-        "portable float32": "`--form portable`",
+        "fast int8": "`--form fast --dtype int8`", "fast float32": "`--form fast`", "portable float32": "`--form portable`",
         "dense int8, AOTInductor": "dense int8, compiled by AOTInductor",
-    }
+    }  # fmt: skip
     batches = list(dict.fromkeys(row.shapes["batch"] for row in rows))
     lines = []
     for provider, title in names.items():
@@ -163,11 +147,7 @@ def serve() -> str:
 def serve_http() -> str:
     """One-row requests over HTTP."""
     rows = committed(EPYC_AVX512, "serve-http")
-    names = {
-        "comera serve": "`comera serve`",
-        "uvicorn, Starlette": "the same model by a handler of Starlette",
-        "echo": "an echo",
-    }
+    names = {"comera serve": "`comera serve`", "uvicorn, Starlette": "the same model by a handler of Starlette", "echo": "an echo"}
     lines = [
         [title, f"{row.counted['requests_per_s']:,.0f}", f"{row.p50:.1f} ms", f"{row.counted['p99']:.1f} ms"]
         for name, title in names.items()
@@ -180,12 +160,8 @@ def serve_http() -> str:
 def preprocess(machine: str) -> str:
     """Whole preprocessing runs, ours and the rivals'."""
     rows = [row for row in committed(machine, "preprocess") if "groups" not in row.shapes]
-    titles = {
-        "comera-rec": "`comera preprocess`",
-        "duckdb": "SQL for DuckDB",
-        "pandas": "pandas script",
-        "torchrec": "torchrec's functions",
-    }
+    titles = {"comera-rec": "`comera preprocess`", "duckdb": "SQL for DuckDB", "pandas": "pandas script"}
+    titles |= {"torchrec": "torchrec's functions"}
     lines = []
     for size in sorted({row.shapes["rows"] for row in rows}):
         cells = [f"{size:,}"]

@@ -9,7 +9,7 @@ Shapes: B batch, L length, I in_features, O out_features, r rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import comera_rec as cr
 from benchmarks.harness.measure import Settings, measure_cases
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Sizes, TorchProvider, Workload, parameter_gradients
+from benchmarks.harness.workload import Sizes, TorchProvider, Workload, gradient_of, parameter_gradients
 from benchmarks.linear import tt_matrix
 from comera_rec.nn import (
     EMBEDDING_STD,
@@ -51,27 +51,14 @@ class TransformerCase(Sizes):
     linears: cr.LinearCompression = PAPER_LINEARS
 
     def shapes(self) -> dict[str, Any]:
-        return {
-            "batch": self.batch,
-            "length": self.length,
-            "layers": self.model.num_layers,
-            "dim": self.model.embed_dim,
-            "ff": self.model.ff_dim,
-            "vocabulary": self.model.vocab_size,
-            "rank": self.linears.tt_ranks,
-            "table ranks": list(self.table.ranks),
-        }
+        model, ranks = self.model, {"rank": self.linears.tt_ranks, "table ranks": list(self.table.ranks)}
+        widths = {"layers": model.num_layers, "dim": model.embed_dim, "ff": model.ff_dim, "vocabulary": model.vocab_size}
+        return {"batch": self.batch, "length": self.length, **widths, **ranks}
 
 
-QUICK = (
-    TransformerCase(
-        batch=2,
-        length=8,
-        model=TransformerConfig(vocab_size=500, embed_dim=32, num_layers=2, num_heads=4, ff_dim=64, max_length=8, dropout=0.0),
-        table=cr.TTShape((8, 8, 8), (4, 4, 2), 4),
-        linears=cr.LinearCompression(tt_ranks=4, order=4, min_features=32, policy="always"),
-    ),
-)
+SMALL = TransformerConfig(vocab_size=500, embed_dim=32, num_layers=2, num_heads=4, ff_dim=64, max_length=8, dropout=0.0)
+SMALL_LINEARS = cr.LinearCompression(tt_ranks=4, order=4, min_features=32, policy="always")
+QUICK = (TransformerCase(batch=2, length=8, model=SMALL, table=cr.TTShape((8, 8, 8), (4, 4, 2), 4), linears=SMALL_LINEARS),)
 FULL, GPU = (tuple(TransformerCase(batch=batch) for batch in batches) for batches in ((1, 8), (1, 32, 64, 128)))
 
 
@@ -95,8 +82,8 @@ class TransformerWorkload(Workload):
     @property
     def providers(self) -> Mapping[str, Callable[[], TorchProvider]]:
         return {
-            DENSE: lambda: self._provider(dense(self.tensor_train)),
-            LOW_RANK: lambda: self._provider(low_rank(self.tensor_train)),
+            DENSE: lambda: self._provider(without_tt(self.tensor_train, cr.TTLinear.to_dense)),
+            LOW_RANK: lambda: self._provider(without_tt(self.tensor_train, LowRankLinear)),
             OURS: lambda: self._provider(copy.deepcopy(self.tensor_train)),
         }
 
@@ -117,16 +104,15 @@ class TransformerWorkload(Workload):
                 del weights[f"{name}.{key}"]
         ids, labels = self.gate
         # Only the structure is used: every weight is replaced.
-        skeleton = dense(copy.deepcopy(self.tensor_train).to("meta"))
+        skeleton = without_tt(copy.deepcopy(self.tensor_train).to("meta"), cr.TTLinear.to_dense)
         output = torch.func.functional_call(skeleton, weights, (ids,), strict=True)
         F.cross_entropy(output, labels).backward()
-        gradients = {f"gradient of {name}": stored[name].grad for name in self._compared}
-        return {"output": output.detach(), **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
+        return {"output": output.detach(), **{f"gradient of {name}": gradient_of(stored[name]) for name in self._compared}}
 
     def counted(self, provider: TorchProvider) -> dict[str, float]:
         """Parameters, and the MiB of weights, gradients and optimizer state that training keeps between steps."""
         assert isinstance(provider, StepProvider)
-        return {**super().counted(provider), **provider.training_state()}
+        return {**super().counted(provider), "training_state_mib": provider.training_state()}
 
     def _provider(self, module: nn.Module) -> StepProvider:
         return StepProvider(module, self.batch, self.gate, {f"gradient of {name}" for name in self._compared})
@@ -150,17 +136,13 @@ class StepProvider(TorchProvider):
     def passes(self) -> Mapping[str, Callable[[int], object]]:
         return {"step": lambda turn: self._step(1)}
 
-    def training_state(self) -> dict[str, float]:
+    def training_state(self) -> float:
         """MiB of weights, gradients and optimizer state after a step."""
         self._step(1)
-        parameters = list(self.module.parameters())
-        sizes = {
-            "weights_mib": _mib(parameters),
-            "gradients_mib": _mib(parameter.grad for parameter in parameters if parameter.grad is not None),
-            "optimizer_mib": _mib(value for state in self.adam.state.values() for value in state.values()),
-        }
+        kept = [tensor for p in self.module.parameters() for tensor in (p, p.grad, *self.adam.state[p].values())]
+        size = sum(tensor.nbytes for tensor in kept if tensor is not None) / 2**20
         self.release()
-        return {**sizes, "training_state_mib": sum(sizes.values())}
+        return size
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: value for name, value in parameter_gradients(self.module).items() if name in self._names}
@@ -180,10 +162,11 @@ def build(case: TransformerCase) -> nn.Module:
     return cr.compress_(nn.Sequential(encoder, ClassificationHead(case.model.embed_dim, NUM_CLASSES)), linears=case.linears)
 
 
-def dense(tensor_train: nn.Module) -> nn.Module:
-    """Copy a model with dense layers and a dense table; `cr.export_dense` does the same but needs torchrec."""
+def without_tt(tensor_train: nn.Module, layer: Callable[[cr.TTLinear], nn.Module]) -> nn.Module:
+    """Copy a model with a dense table, and with `layer` of each TT layer; `cr.export_dense` is similar but needs torchrec."""
     model = copy.deepcopy(tensor_train)
-    return replace_modules_(model, {module: module.to_dense() for _, module in named_tt_modules(model)})
+    modules = [module for _, module in named_tt_modules(model)]
+    return replace_modules_(model, {each: layer(each) if isinstance(each, cr.TTLinear) else each.to_dense() for each in modules})
 
 
 def _batch(case: TransformerCase, count: int, device: str) -> tuple[Tensor, Tensor]:
@@ -208,17 +191,3 @@ class LowRankLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
         return F.linear(input @ self.down_Ir, self.up_rO.mT, self.bias)
-
-
-def low_rank(tensor_train: nn.Module) -> nn.Module:
-    """Copy a model with low-rank linear layers and a dense table in place of TT modules."""
-    model = copy.deepcopy(tensor_train)
-    layers: dict[nn.Module, nn.Module] = {
-        module: LowRankLinear(module) if isinstance(module, cr.TTLinear) else module.to_dense()
-        for _, module in named_tt_modules(model)
-    }
-    return replace_modules_(model, layers)
-
-
-def _mib(tensors: Iterable[Tensor]) -> float:
-    return sum(tensor.nbytes for tensor in tensors) / 2**20

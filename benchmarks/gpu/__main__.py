@@ -7,7 +7,6 @@ for each machine; what an earlier run measured isn't measured again.
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 import time
@@ -16,21 +15,17 @@ from pathlib import Path
 import click
 import torch
 
-from benchmarks.harness.cli import run_command
 from benchmarks.harness.environment import FOLDER, machine_kind
+from comera_rec.cli.errors import run_command
 from data_pipeline.errors import UserError
 
-TORCHREC = ("torchrec", "fbgemm_gpu")
-NEEDS = {"tests": ("hypothesis", "pytest", "pytest_timeout", "xdist"), "gpu-dlrm": TORCHREC}
-TEST_FILES = ("tests/ops/test_bags_triton.py", "tests/nn/test_embedding_bag_gpu.py")
-TORCHREC_TEST_FILES = ("tests/recsys/test_collection_gpu.py", "tests/training/test_capture.py", "tests/data/test_batches.py")
-ONLY = {"linear": ["--only", "in=1024,out=1024"], "transformer": ["--only", "batch=64"]}
-BENCHMARKS = ("lookup", "linear", "transformer", "gpu-dlrm")
-
-
-def missing(packages: tuple[str, ...]) -> list[str]:
-    """The packages that can't be imported."""
-    return [name for name in packages if importlib.util.find_spec(name) is None]
+PYTEST, TORCHREC = ("hypothesis", "pytest", "pytest_timeout", "xdist"), ("torchrec", "fbgemm_gpu")
+NEEDS = {"tests": PYTEST, "tests with torchrec": PYTEST + TORCHREC, "gpu-dlrm": TORCHREC}
+TESTS = {
+    "tests": ["tests/ops/test_bags_triton.py", "tests/nn/test_embedding_bag_gpu.py"],
+    "tests with torchrec": ["tests/recsys/test_collection_gpu.py", "tests/training/test_capture.py", "tests/data/test_batches.py"],
+}
+ONLY = {"lookup": [], "linear": ["--only", "in=1024,out=1024"], "transformer": ["--only", "batch=64"], "gpu-dlrm": []}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,9 +51,9 @@ def main(device: str, minutes: float, output: Path | None) -> int:
     click.echo(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {machine_kind(device)}; rows: {folder}")
     # Warnings of package versions that the project doesn't pin are not failures here. Without a GPU, tests are only collected.
     tests = ["pytest", "-W", "default", "-p", "no:cacheprovider", "-m", "gpu", *([] if on_gpu else ["--collect-only"])]
-    commands = {"tests": [*tests, *TEST_FILES, *(() if missing(TORCHREC) else TORCHREC_TEST_FILES)]}
-    for name in BENCHMARKS:
-        how = ["--seconds", "1", *ONLY.get(name, [])] if on_gpu else ["--quick", "--seconds", "0", "--no-memory"]
+    commands = {name: [*tests, *files] for name, files in TESTS.items()}
+    for name, only in ONLY.items():
+        how = ["--seconds", "1", *only] if on_gpu else ["--quick", "--seconds", "0", "--no-memory"]
         commands[name] = ["benchmarks.run", name, "--device", device, *how, "--json", str(folder / f"{name}.jsonl")]
     outcomes = {name: _run(command, folder / f"{name}.jsonl", NEEDS.get(name, ()), deadline) for name, command in commands.items()}
     for name, outcome in outcomes.items():
@@ -70,19 +65,16 @@ def _run(command: list[str], rows: Path, needs: tuple[str, ...], deadline: float
     """Run a module unless its rows exist, which it writes when it is finished; return the outcome in a few words."""
     if rows.exists():
         return "kept from an earlier run"
-    if lacking := missing(needs):
+    if lacking := [package for package in needs if importlib.util.find_spec(package) is None]:
         return f"left out: install {', '.join(lacking)}"
     start = time.monotonic()
-    path = os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
     try:
-        status = subprocess.run(
-            [sys.executable, "-m", *command],
-            timeout=max(0, deadline - start), cwd=FOLDER.parent, env={**os.environ, "PYTHONPATH": path},
-        ).returncode  # fmt: skip
+        command = [sys.executable, "-m", *command]
+        status = subprocess.run(command, timeout=max(0, deadline - start), cwd=FOLDER.parent).returncode
     except subprocess.TimeoutExpired:
         return "out of time: run the command again to resume"
     return f"failed with status {status}" if status else f"{time.monotonic() - start:.0f} s"
 
 
 if __name__ == "__main__":
-    run_command(main, "benchmarks.gpu")
+    run_command(main, "python -m benchmarks.gpu")

@@ -17,29 +17,22 @@ import torch
 from comera_rec.ops.native import ops
 
 FOLDER = Path(__file__).parents[1]
-PACKAGES = {
-    "torch": ("torch",),
-    "torchrec": ("torchrec",),
-    "fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu"),
-    "comera-rec": ("comera-rec",),
-}
+PACKAGES = {"torch": "torch", "torchrec": "torchrec", "fbgemm": "fbgemm-gpu-cpu fbgemm-gpu", "comera-rec": "comera-rec"}
 
 
 def machine_kind(device: str) -> str:
     """A folder name for machines whose times are comparable, such as "nvidia-h200" or "cpu-2-amd-epyc-avx2"."""
     if device.startswith("cuda"):
         return _slug(torch.cuda.get_device_name(device))
-    return _slug(f"cpu {available_cores()} {_cpu_model()} {ops.cpu()}")
-
-
-def available_cores() -> int:
-    """CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return _slug(f"cpu {cores} {_cpu_model()} {ops.cpu()}")
 
 
 def results_path(name: str, device: str) -> Path:
-    """The committed results file of a benchmark on this kind of machine."""
-    return FOLDER / "results" / machine_kind(device) / f"{name}.jsonl"
+    """The committed results file of a benchmark on this kind of machine; its folder exists."""
+    folder = FOLDER / "results" / machine_kind(device)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{name}.jsonl"
 
 
 def comera(*words: object) -> str:
@@ -61,7 +54,7 @@ def describe(device: str) -> dict[str, Any]:
         "device": torch.device(device).type,
         "machine": machine_kind(device),
         "hardware": _hardware(),
-        "versions": {"python": platform.python_version(), **{name: _version(names) for name, names in PACKAGES.items()}},
+        "versions": {"python": platform.python_version(), **{name: _version(names.split()) for name, names in PACKAGES.items()}},
         "threads": torch.get_num_threads(),
         "commit": _commit(),
     }
@@ -93,7 +86,7 @@ def _cpuinfo(name: str) -> str:
     return match[1] if match else ""
 
 
-def _version(names: tuple[str, ...]) -> str:
+def _version(names: list[str]) -> str:
     for name in names:
         try:
             return metadata.version(name)
@@ -104,10 +97,8 @@ def _version(names: tuple[str, ...]) -> str:
 
 @cache
 def _commit() -> str:
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=FOLDER, capture_output=True, text=True, check=True).stdout.strip()
-
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

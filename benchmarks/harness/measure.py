@@ -56,16 +56,13 @@ def chosen(cases: Iterable[AnyCase], only: Mapping[str, str]) -> list[AnyCase]:
     return selected
 
 
-def each_case(
-    op: str, cases: Iterable[AnyCase], settings: Settings, **replaced: Any
-) -> Iterator[tuple[AnyCase, Callable[..., list[Row]]]]:
+def each_case(op: str, cases: Iterable[AnyCase], settings: Settings) -> Iterator[tuple[AnyCase, Callable[..., list[Row]]]]:
     """Yield the chosen cases that aren't finished, with a progress bar on a terminal, each with a function that makes its rows.
 
     Args:
         op: the operation's name.
         cases: what to measure.
         settings: from the command line.
-        replaced: fields of the rows that differ from `describe`.
 
     Yields:
         A case, and `case_rows` without its first three arguments.
@@ -73,7 +70,7 @@ def each_case(
     finished = [row.shapes for row in settings.finished if row.op == op]
     left = [case for case in chosen(cases, settings.only) if case.shapes() not in finished]
     for case in tqdm(left, desc=op, unit="case", disable=None):
-        yield case, partial(case_rows, op, case, settings, **replaced)
+        yield case, partial(case_rows, op, case, settings)
 
 
 def measure_cases(op: str, cases: Iterable[AnyCase], build: Build, settings: Settings) -> Iterator[list[Row]]:
@@ -89,8 +86,6 @@ def measure_case(op: str, case: Sizes, build: Build, settings: Settings) -> list
         Disagreement: if any provider's values are wrong; nothing of the case is timed then.
     """
     workload = build(case, settings.device, settings.seed)
-    for name, reason in workload.left_out.items():
-        tqdm.write(f"{op}, {case.shapes()}: without {name}: {reason}")
     providers = {}
     reference = workload.reference()
     try:
@@ -129,7 +124,10 @@ def case_rows(
     baselines: Iterable[str] = (),
     **replaced: Any,
 ) -> list[Row]:
-    """Make a row for each provider that has samples of a pass, with ratios to the baselines that also have some."""
+    """Make a row for each provider that has samples of a pass, with ratios to the baselines that also have some.
+
+    `replaced` are fields that differ from those of the case.
+    """
     spreads = {name: percentiles(values) for name, values in samples.items()}
     common = {
         "op": op, "shapes": case.shapes(), "dtype": case.dtype, "pass_": pass_, "unit": unit, "seed": settings.seed,
@@ -137,14 +135,8 @@ def case_rows(
     }  # fmt: skip
     return [
         Row(
-            provider=name,
-            p20=p20,
-            p50=p50,
-            p80=p80,
-            samples=len(samples[name]),
-            ratios={other: spreads[other][1] / p50 for other in baselines if other in spreads and p50 > 0},
-            counted=counted.get(name, {}),
-            **common,
+            provider=name, p20=p20, p50=p50, p80=p80, samples=len(samples[name]), counted=counted.get(name, {}),
+            ratios={other: spreads[other][1] / p50 for other in baselines if other in spreads and p50 > 0}, **common,
         )
         for name, (p20, p50, p80) in spreads.items()
-    ]
+    ]  # fmt: skip

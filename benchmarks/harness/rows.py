@@ -12,7 +12,7 @@ from typing import Any
 
 from data_pipeline.errors import UserError
 
-UNITS = ("ms", "MiB", "NE", "instructions")
+UNITS = ("ms", "MiB", "NE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +25,18 @@ class Row:
         shapes: sizes of the case: batch, rows, dim, order, ranks, distribution of the ids and so on; plain JSON values.
         dtype: type of the weights.
         pass_: "forward", "forward+backward", "step" (with the optimizer's update) or "run" (of a whole program); "test" of a whole
-            training; "compiled" where nothing ran; "pass" in JSON.
+            training; "pass" in JSON.
         p20, p50, p80: percentiles over the samples.
         unit: "ms" for time, "MiB" for the peak extra memory of one call ("step": of a whole process), "NE" for the normalized
-            cross-entropy of a trained model, "instructions" of a compiled kernel.
+            cross-entropy of a trained model.
         samples: number of calls that the percentiles are taken over.
         ratios: baseline -> the baseline's p50 over this p50, in the same run; above 1 is better than the baseline.
         counted: what was counted instead of measured, e.g. params, flops.
         device: "cpu" or "cuda".
-        machine: kind of machine, the folder of its results, or the architecture that a kernel was compiled for.
+        machine: kind of machine, the folder of its results.
         hardware: the machine's CPU flags and cache sizes; empty in rows older than this field.
         versions: of python, torch, torchrec, fbgemm and comera-rec.
-        threads: CPU threads of torch; 0 where nothing ran.
+        threads: CPU threads of torch.
         commit: of this repository, with "-dirty" where tracked files differ from it.
         seed: seed of weights and inputs.
         date: UTC, ISO 8601.
@@ -124,8 +124,6 @@ def writing_rows(path: Path, *, append: bool = False) -> Iterator[Callable[[Iter
     """
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent} for {path.name}: create it first")
-    if path.is_dir():
-        raise UserError(f"{path} is a folder: name a file")
     partial = path if append else path.with_name(path.name + ".partial")
     with partial.open("a" if append else "w") as file:
 

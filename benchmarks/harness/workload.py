@@ -44,11 +44,6 @@ class Workload(ABC):
     baselines: tuple[str, ...] = ()
 
     @property
-    def left_out(self) -> Mapping[str, str]:
-        """Providers that this machine can't run -> the reason."""
-        return {}
-
-    @property
     @abstractmethod
     def providers(self) -> Mapping[str, Callable[[], TorchProvider]]:
         """Name -> factory, in the order they take turns. Each provider is verified before the next is made."""
@@ -84,11 +79,8 @@ class TorchProvider:
         optimizer: torch.optim.Optimizer | None = None,
         shown: Callable[[], dict[str, Tensor]] = dict,
     ) -> None:
-        self.module = module
-        self._batches = batches
-        self._upstream = upstream
-        self._optimizer = optimizer
-        self._shown = shown
+        self.module, self._optimizer, self._shown = module, optimizer, shown
+        self._batches, self._upstream = batches, upstream
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
@@ -133,8 +125,10 @@ def parameter_count(module: nn.Module) -> float:
 
 
 def parameter_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """ "gradient of <name>" -> gradient, for all parameters; a missing one becomes NaN, which agrees with nothing."""
-    return {
-        f"gradient of {name}": torch.full_like(parameter, torch.nan).detach() if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in module.named_parameters()
-    }
+    """ "gradient of <name>" -> gradient, for all parameters."""
+    return {f"gradient of {name}": gradient_of(parameter).clone() for name, parameter in module.named_parameters()}
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """The gradient of a tensor; a missing one becomes NaN, which agrees with nothing."""
+    return torch.full_like(tensor, torch.nan).detach() if tensor.grad is None else tensor.grad

@@ -188,14 +188,9 @@ class ChainedTables(nn.Module):
 
     def __init__(self, tables: dict[str, list[Tensor]], bag: int, *, dedup: bool) -> None:
         super().__init__()
-        self._bag = bag
-        self._dedup = dedup
-        self.tables = nn.ModuleDict(
-            {
-                name: nn.ParameterDict({f"core_{k}": core.detach().clone() for k, core in enumerate(cores)})
-                for name, cores in tables.items()
-            }
-        )
+        self._bag, self._dedup = bag, dedup
+        copies = {name: {f"core_{k}": core.detach().clone() for k, core in enumerate(cores)} for name, cores in tables.items()}
+        self.tables = nn.ModuleDict({name: nn.ParameterDict(cores) for name, cores in copies.items()})
 
     def forward(self, batch: Batch) -> Tensor:
         """[B, T * N]."""
@@ -203,9 +198,7 @@ class ChainedTables(nn.Module):
         return torch.cat(pooled, dim=1)
 
     def _pool(self, cores: Sequence[Tensor], ids: Tensor) -> Tensor:
-        if self._dedup:
-            unique, inverse = ids.unique(return_inverse=True)
-            rows_LN = chain_rows(cores, unique).index_select(0, inverse)
-        else:
-            rows_LN = chain_rows(cores, ids)
+        ids, inverse = ids.unique(return_inverse=True) if self._dedup else (ids, None)
+        rows_LN = chain_rows(cores, ids)
+        rows_LN = rows_LN if inverse is None else rows_LN.index_select(0, inverse)
         return rows_LN if self._bag == 1 else rows_LN.unflatten(0, (-1, self._bag)).sum(1)

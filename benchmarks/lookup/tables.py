@@ -12,18 +12,19 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.harness.measure import Settings, measure_cases
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Sizes, TorchProvider, Workload, parameter_count, parameter_gradients
+from benchmarks.harness.workload import Sizes, TorchProvider, Workload, gradient_of, parameter_count, parameter_gradients
 from benchmarks.lookup import rivals
 from benchmarks.lookup.rivals import Batch, EmbeddingBags, FbgemmTables, rows_of
 from comera_rec.nn import update_in_backward_
@@ -47,14 +48,13 @@ CRITEO_KAGGLE = tuple(count for count in KAGGLE if count > 100_000)
 ZIPF = 1.05
 NUM_BATCHES = 8
 LR, EPS = 0.01, 1e-8
-MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP = "nn.EmbeddingBag sparse", "FBGEMM", "TTM no dedup", "TTM row dedup"
 OURS, UPDATED = "TTEmbeddingBagCollection", "TTEmbeddingBagCollection, updated in backward"
 TT = "TT tables"
-STEPS = {f"TT tables, {name}{how}": (name, bool(how)) for name in ("row-wise Adagrad", "Adagrad") for how in ("", ", CUDA graph")}
-"""Steps on a GPU -> the optimizer that updates cores in backward, and whether the step is a graph."""
-ON_CPU, ON_GPU = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED), (DENSE, FBGEMM, TT, *STEPS, UPDATED)
+GRAPHS = {f"TT tables, {name}, CUDA graph": name for name in ("row-wise Adagrad", "Adagrad")}
+"""Captured steps on a GPU -> the optimizer that updates cores in backward."""
+ON_CPU, ON_GPU = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED), (DENSE, FBGEMM, TT, *GRAPHS, UPDATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +81,9 @@ class LookupCase(Sizes):
         return sum(self.rows) * self.dim / sum(shape.num_params for shape in self.tt_shapes)
 
     def shapes(self) -> dict[str, Any]:
-        return {
-            "tables": len(self.rows),
-            "rows": sum(self.rows),
-            "dim": self.dim,
-            "order": self.order,
-            "rank": self.rank,
-            "batch": self.batch,
-            "bag": self.bag,
-            "ids": f"zipf {self.zipf:g}" if self.zipf else "uniform",
-        }
+        sizes = {name: getattr(self, name) for name in ("dim", "order", "rank", "batch", "bag")}
+        ids = f"zipf {self.zipf:g}" if self.zipf else "uniform"
+        return {"tables": len(self.rows), "rows": sum(self.rows), **sizes, "ids": ids}
 
 
 def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
@@ -111,8 +104,21 @@ def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Yield the rows of every case."""
-    yield from measure_cases("lookup", cases(settings.quick, settings.device), LookupWorkload, settings)
+    """Yield the rows of every case, without providers that this machine can't run."""
+    able = [_able(case, settings.device) for case in cases(settings.quick, settings.device)]
+    yield from measure_cases("lookup", able, LookupWorkload, settings)
+
+
+def _able(case: LookupCase, device: str) -> LookupCase:
+    """Leave out providers whose packages are not installed, and dense ones whose tables don't fit into memory."""
+    missing = {FBGEMM} if rivals.SplitTableBatchedEmbeddingBagsCodegen is None else set()
+    missing |= {OURS, UPDATED, next(iter(GRAPHS))} if KeyedJaggedTensor is None else set()
+    on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = on_host if device == "cpu" else torch.cuda.mem_get_info(device)[1]
+    missing |= {DENSE, FBGEMM} if 4 * sum(case.rows) * case.dim > 0.85 * memory else set()
+    if missing := missing.intersection(case.providers):
+        tqdm.write(f"lookup, {case.shapes()}: without {', '.join(sorted(missing))}: not installed, or larger than memory")
+    return replace(case, providers=tuple(name for name in case.providers if name not in missing))
 
 
 class TTTables(nn.Module):
@@ -121,12 +127,11 @@ class TTTables(nn.Module):
     def __init__(self, case: LookupCase, device: str) -> None:
         super().__init__()
         self._group: UntilChanged[TableGroup] = UntilChanged()
-        self.bags = nn.ModuleDict(
-            {
-                f"t{t}": cr.TTEmbeddingBag(count, case.dim, shape=shape, include_last_offset=True, device=device)
-                for t, (count, shape) in enumerate(zip(case.rows, case.tt_shapes, strict=True))
-            }
-        )
+        bags = [
+            cr.TTEmbeddingBag(count, case.dim, shape=shape, include_last_offset=True, device=device)
+            for count, shape in zip(case.rows, case.tt_shapes, strict=True)
+        ]
+        self.bags = nn.ModuleDict({f"t{t}": bag for t, bag in enumerate(bags)})
 
     def tables(self) -> list[cr.TTEmbeddingBag]:
         """All tables."""
@@ -157,22 +162,6 @@ class LookupWorkload(Workload):
         self._storage = partial(rivals.shared_storage, case.rows, case.dim, device)
 
     @property
-    def left_out(self) -> dict[str, str]:
-        """Providers that this machine can't run -> the reason."""
-        case = self.case
-        memory = torch.cuda.mem_get_info(self._device)[1] if self.upstream.is_cuda else MEMORY
-        dense = 4 * sum(case.rows) * case.dim
-        reasons: dict[str, str] = {}
-        if dense > 0.85 * memory:
-            reasons |= dict.fromkeys((DENSE, FBGEMM), f"the tables would take {dense / 2**30:.3g} of {memory / 2**30:.3g} GiB")
-        if rivals.SplitTableBatchedEmbeddingBagsCodegen is None:
-            reasons[FBGEMM] = "fbgemm-gpu is not installed"
-        if KeyedJaggedTensor is None:
-            row_wise = [name for name, (optimizer, _) in STEPS.items() if optimizer == "row-wise Adagrad"]
-            reasons |= dict.fromkeys((OURS, UPDATED, *row_wise), "torchrec is not installed")
-        return {name: reason for name, reason in reasons.items() if name in case.providers}
-
-    @property
     def providers(self) -> Mapping[str, Callable[[], TorchProvider]]:
         """Name -> factory. Making a dense provider rewrites the rows, because an earlier provider may have trained them."""
         factories: dict[str, Callable[[], TorchProvider]] = {
@@ -183,9 +172,9 @@ class LookupWorkload(Workload):
             OURS: lambda: self._ours(updated=False),
             UPDATED: lambda: self._ours(updated=True),
             TT: self._without_torchrec,
-            **{name: partial(self._updated, *how) for name, how in STEPS.items()},
+            **{name: partial(self._captured, optimizer) for name, optimizer in GRAPHS.items()},
         }
-        return {name: factories[name] for name in self.case.providers if name not in self.left_out}
+        return {name: factories[name] for name in self.case.providers}
 
     def reference(self) -> dict[str, Tensor]:
         """Outputs, gradients and updated rows of the first batch, whose unique rows are chained in float64."""
@@ -201,7 +190,7 @@ class LookupWorkload(Workload):
             output_BN.backward(upstream_BN.double())
             outputs.append(output_BN.detach())
             rows.append(rows_UN.detach())
-            row_gradients.append(_gradient(rows_UN))
+            row_gradients.append(gradient_of(rows_UN))
         gradient_UN = torch.cat(row_gradients)
         step_U1 = LR / (gradient_UN.square().mean(1, keepdim=True).sqrt() + EPS)
         return {
@@ -235,7 +224,7 @@ class LookupWorkload(Workload):
 
         def shown() -> dict[str, Tensor]:
             weights = [weight.detach() for weight in module.parameters()]
-            gradients = [_gradient(weight).coalesce().values() for weight in module.parameters()]
+            gradients = [gradient_of(weight).coalesce().values() for weight in module.parameters()]
             optimizer.step()
             return {"gradient of rows": torch.cat(gradients), "rows after Adagrad": self.batches[0].unique_rows(weights)}
 
@@ -288,12 +277,11 @@ class LookupWorkload(Workload):
         module = copy.deepcopy(self.tt_tables)
         return TorchProvider(module, self._inputs, self.upstream, shown=partial(parameter_gradients, module.bags))
 
-    def _updated(self, name: str, is_graph: bool) -> TorchProvider:
+    def _captured(self, name: str) -> TorchProvider:
         module = copy.deepcopy(self.tt_tables)
         kind = torch.optim.Adagrad if name == "Adagrad" else torchrec.optim.RowWiseAdagrad
         optimizer = kind(module.parameters(), lr=LR, eps=EPS)
-        provider = GraphProvider if is_graph else UpdatedProvider
-        return provider(module, self._inputs, self.upstream, optimizer=optimizer, prefix="bags.")
+        return GraphProvider(module, self._inputs, self.upstream, optimizer=optimizer, prefix="bags.")
 
     @property
     def _inputs(self) -> list[tuple[Tensor, Tensor]]:
@@ -378,8 +366,3 @@ class GraphProvider(UpdatedProvider):
 def _adagrad(module: nn.Module) -> torch.optim.Optimizer:
     on_cpu = next(module.parameters()).device.type == "cpu"
     return torch.optim.Adagrad(module.parameters(), lr=LR, eps=EPS, fused=on_cpu, foreach=not on_cpu)
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None
-    return tensor.grad

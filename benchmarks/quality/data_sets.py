@@ -19,7 +19,6 @@ them (in synthetic logs, 0 is missing).
 from __future__ import annotations
 
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ from torch import Tensor
 
 from comera_rec.data import ParquetBatches
 from data_pipeline.cooccurrence import cooccurrence_vectors
-from data_pipeline.errors import UserError
 from data_pipeline.manifest import Order, read_manifest
 from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import PreprocessOptions, preprocess
@@ -61,25 +59,26 @@ class Rows:
         return Rows(ids=self.ids[index], dense=self.dense[index], labels=self.labels[index])
 
 
-class DataSet(ABC):
+class DataSet:
     """The rows of three splits, and the frequencies of each field's ids.
 
     Attributes:
         name: "synth", or the name of a file or folder.
         counts: for each field [num_embeddings], how often each id occurs in training.
         vectors: for each field [num_embeddings, K], what its ids occur with; empty if they are in order of frequency.
-        val, test: rows of these splits.
+        train, val, test: rows of these splits; implicit feedback has no `train`, because negatives are redrawn.
     """
 
     name: str
     counts: list[Tensor]
     vectors: Sequence[Tensor] = ()
+    train: Rows
     val: Rows
     test: Rows
 
-    @abstractmethod
     def training_rows(self, generator: torch.Generator) -> Rows:
         """The rows of one epoch, shuffled."""
+        return self.train.take(torch.randperm(len(self.train.labels), generator=generator))
 
     def unlabeled_ids(self, rows: Rows) -> Tensor:
         """Return ids [R', F] that belong together as those of training rows do, which a trained model can label."""
@@ -106,26 +105,17 @@ class Synth(DataSet):
             synth(SynthOptions(rows=rows, output=log, seed=1, scale=scale, **LOGS[name]))
             preprocess(PreprocessOptions(inputs=(log,), output=data, order=order))
             columns = read_manifest(data).categorical_columns
-            sizes = [column.num_embeddings for column in columns]
             kept = [np.load(data / column.vectors.path)[:, :-1].astype(np.float32) for column in columns if column.vectors]
             self.vectors = [torch.from_numpy(np.pad(vectors, ((1, 0), (0, 0)))) for vectors in kept]
-            train, self.val, self.test = (_read_split(data, split) for split in ("train", "val", "test"))
-        self._train = train
-        self.counts = [torch.bincount(train.ids[:, f], minlength=size) for f, size in enumerate(sizes)]
-
-    def training_rows(self, generator: torch.Generator) -> Rows:
-        """See the base class."""
-        return self._train.take(torch.randperm(len(self._train.labels), generator=generator))
+            self.train, self.val, self.test = (_read_split(data, split) for split in ("train", "val", "test"))
+        self.counts = [torch.bincount(self.train.ids[:, f], minlength=each.num_embeddings) for f, each in enumerate(columns)]
 
 
 def _read_split(data: Path, split: str) -> Rows:
     batches = list(ParquetBatches(str(data), split, batch_size=65_536))
-    ids = [batch.sparse.values().view(len(batch.sparse.keys()), -1).T for batch in batches]
-    return Rows(
-        ids=torch.cat(ids).long(),
-        dense=torch.cat([batch.dense for batch in batches]),
-        labels=torch.cat([batch.labels for batch in batches]),
-    )
+    ids = torch.cat([batch.sparse.values().view(len(batch.sparse.keys()), -1).T for batch in batches]).long()
+    dense, labels = torch.cat([batch.dense for batch in batches]), torch.cat([batch.labels for batch in batches])
+    return Rows(ids=ids, dense=dense, labels=labels)
 
 
 class ImplicitFeedback(DataSet):
@@ -163,22 +153,14 @@ class ImplicitFeedback(DataSet):
 
     @classmethod
     def read(cls, path: Path, order: Order = "frequency", seed: int = 0) -> ImplicitFeedback:
-        """Read a folder with train.txt and test.txt, or a file of interactions; see the module's docstring.
-
-        Raises:
-            ValueError: for a folder that lacks one of the files.
-        """
+        """Read a folder with train.txt and test.txt, or a file of interactions; see the module's docstring."""
         if path.is_file():
             return cls(path.stem, *_split_in_time(np.loadtxt(path, dtype=np.int64, ndmin=2)), order, seed)
-        for name in ("train.txt", "test.txt"):
-            if not (path / name).is_file():
-                raise UserError(f"{path} has no {name}: give a folder with train.txt and test.txt, one line of ids per user")
         shuffled = np.random.default_rng(0).permutation(_read_pairs(path / "train.txt"))
         held_out = len(shuffled) // 10
         return cls(path.name, shuffled[held_out:], shuffled[:held_out], _read_pairs(path / "test.txt"), order, seed)
 
     def training_rows(self, generator: torch.Generator) -> Rows:
-        """See the base class."""
         rows = self._with_negatives(self._train, self._known_in_training, generator)
         return rows.take(torch.randperm(len(rows.labels), generator=generator))
 

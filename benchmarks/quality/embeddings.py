@@ -4,13 +4,12 @@ B batch, F fields, M rows and N columns of a table.
 
 Every method keeps tables of fewer than `MIN_ROWS` rows dense and shrinks the others: each gets the same share of its dense size, or
 its smallest form if that is larger, and the others share what is left (`shares`). The methods are those of `tables.py` and
-`codes.py`, and
 
-    pruning, PEP  entries become zero during training, see `pruning.py`
-    TT          TT tables of one rank
-    TT + rows   TT tables of one rank on a fifth of the bytes; on the rest, narrow rows of as many frequent ids as fit
+    TT fixed    TT tables of one rank
+    TT + rows   the same on a fifth of the bytes; on the rest, narrow rows of as many frequent ids as fit
                 (`TableCompression(hot_rows="auto")`)
-    TT + s at w  the same with a share s of the bytes in one block of width w per table, for the same share of each table's rows
+    TT adaptive, TT + rows adaptive
+                the same at twice or one and a half times the budget, to which training shrinks them (`models.py`)
 """
 
 from __future__ import annotations
@@ -23,31 +22,16 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.quality import tables as forms
-from benchmarks.quality.codes import Clustered, MultiGranular
-from benchmarks.quality.pruning import Pruned, Thresholded
 from benchmarks.quality.tables import STD, Dense, DoesNotFit, Table, fit_
 from comera_rec import TableCompression, TTEmbeddingBag, TTEmbeddingBagConfig
 from comera_rec.convert.start import start_from_vectors_, starting_rows
 
 MIN_ROWS = 1000
 PER_TABLE: dict[str, type[Table]] = {
-    "hashing": forms.Hashed,
-    "two hashes": forms.TwoHashes,
-    "ROBE": forms.Robe,
-    "DHE": forms.DeepHash,
-    "CAFE": forms.HotAndHashed,
-    "QR in parts": forms.Digits,
-    "QR": forms.QuotientRemainder,
-    "low rank": forms.LowRank,
-    "mixed dim": forms.MixedDimension,
-    "CCE": Clustered,
-    "MGQE": MultiGranular,
+    "hashing": forms.Hashed, "ROBE": forms.Robe, "CAFE": forms.HotAndHashed, "QR in parts": forms.Digits,
+    "QR": forms.QuotientRemainder, "low rank": forms.LowRank, "mixed dim": forms.MixedDimension,
     "neighbors": forms.Neighbors,
-    "prefixes": forms.Prefixes,
-    "group and place": forms.GroupAndPlace,
-}
-WHOLE: dict[str, type[Dense]] = {"dense": Dense, "pruning": Pruned, "PEP": Thresholded}
-"""Methods that start with all entries."""
+}  # fmt: skip
 
 
 def shares(rows: Sequence[int], dim: int, compression: float, method: type[Table]) -> list[int]:
@@ -87,14 +71,13 @@ class TT(Table):
 
 
 class Embeddings(nn.Module):
-    """The embedding tables of all fields; `tables` has the large ones.
+    """The embedding tables of all fields; `tables` has the large ones, whose budget is theirs in dense form over `compression`.
 
     Args:
         counts: for each field [M], how often each id occurs in training.
         dim: N.
-        method: a key of `PER_TABLE` or `WHOLE`, "TT", or "TT + rows".
+        method: "dense", a key of `PER_TABLE`, or a form of TT tables.
         compression: dense parameters of the large tables divided by the compressed ones.
-        configs: for "TT" and "TT + rows"; defaults to those that `TableCompression(compression=...)` chooses.
         std: standard deviation of initial entries.
 
     Raises:
@@ -103,37 +86,17 @@ class Embeddings(nn.Module):
 
     starts: Tensor
 
-    def __init__(
-        self,
-        counts: Sequence[Tensor],
-        dim: int,
-        method: str,
-        compression: float,
-        configs: Sequence[TTEmbeddingBagConfig] | None = None,
-        std: float = STD,
-    ) -> None:
+    def __init__(self, counts: Sequence[Tensor], dim: int, method: str, compression: float, std: float = STD) -> None:
         super().__init__()
         self.dim = dim
         self.large = [f for f, count in enumerate(counts) if len(count) >= MIN_ROWS]
         self.budget = int(sum(len(counts[f]) for f in self.large) * dim / compression)
-        sizes = [len(counts[f]) for f in self.large]
-        if method.startswith("TT") and configs is None:
-            configs = tt_tables(sizes, dim, compression, "auto" if "rows" in method else 0)
         small = [f for f in range(len(counts)) if f not in self.large]
         # All small tables share one: overhead of twenty separate ones would take half of a step.
         self.small = Dense(sum(len(counts[f]) for f in small), dim, std) if small else None
         self.register_buffer("starts", torch.tensor([0, *(len(counts[f]) for f in small)]).cumsum(0)[:-1], persistent=False)
         self.columns = [*small, *self.large]
-        tables: list[Table]
-        if method in WHOLE:
-            tables = [WHOLE[method](m, dim, std) for m in sizes]
-        elif configs is not None:
-            tables = [TT(config, std) for config in configs]
-        else:
-            kind = PER_TABLE[method]
-            budgets = shares(sizes, dim, compression, kind)
-            tables = [kind(counts[f], dim, budget, std) for f, budget in zip(self.large, budgets, strict=True)]
-        self.tables = nn.ModuleList(tables)
+        self.tables = nn.ModuleList(large_tables([counts[f] for f in self.large], dim, method, compression, std))
 
     def forward(self, ids: Tensor) -> Tensor:
         ids = ids[:, self.columns]  # small tables first, so that all methods have the same order of fields
@@ -161,8 +124,25 @@ class Embeddings(nn.Module):
         return sum(values), sum(indices)
 
 
-def tt_tables(
-    sizes: Sequence[int], dim: int, compression: float, hot_rows: float | Literal["auto"] = 0, order: int | None = None
+def large_tables(counts: Sequence[Tensor], dim: int, method: str, compression: float, std: float) -> list[Table]:
+    """Make tables of a method that take their budget together."""
+    sizes = [len(count) for count in counts]
+    if method == "dense":
+        return [Dense(m, dim, std) for m in sizes]
+    if method not in PER_TABLE:
+        hot_rows: Literal["auto", 0] = "auto" if "rows" in method else 0
+        configs = tt_configs(sizes, dim, compression, hot_rows)
+        if "adaptive" in method:  # the modes chosen for the budget, at a larger size
+            start = 1.5 if hot_rows else 2
+            configs = tt_configs(sizes, dim, compression / start, hot_rows, configs[0].tt_shape().order)
+        return [TT(config, std) for config in configs]
+    kind = PER_TABLE[method]
+    budgets = shares(sizes, dim, compression, kind)
+    return [kind(count, dim, budget, std) for count, budget in zip(counts, budgets, strict=True)]
+
+
+def tt_configs(
+    sizes: Sequence[int], dim: int, compression: float, hot_rows: Literal["auto", 0] = 0, order: int | None = None
 ) -> list[TTEmbeddingBagConfig]:
     """Configs of TT tables of one rank that compress all tables together by at least `compression`."""
     tables = [EmbeddingBagConfig(name=f"t{i}", num_embeddings=m, embedding_dim=dim) for i, m in enumerate(sizes)]

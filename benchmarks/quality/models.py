@@ -18,16 +18,13 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.quality.codes import Clustered
 from benchmarks.quality.data_sets import DataSet, Rows
-from benchmarks.quality.embeddings import MIN_ROWS, TT, Embeddings, tt_tables
-from benchmarks.quality.pruning import Pruning, ThresholdSearch
+from benchmarks.quality.embeddings import TT, Embeddings, tt_configs
 from benchmarks.quality.storage import BITS, DTYPES, round_, round_dense_, round_stochastically_, stored_bytes
 from benchmarks.quality.tables import STD
 from comera_rec import RankConfig, RankScheduler
@@ -43,7 +40,7 @@ LR_HEAD = 0.002
 DECAY = 0.5  # part of the steps in which rates fall
 ADAPTIVE = ("TT adaptive", "TT + rows adaptive")
 CONVERTED = ("converted", "converted in order")
-SHRINKING = {*ADAPTIVE, "TT SVD", "CCE", "pruning"}
+SHRINKING = (*ADAPTIVE, "TT SVD")
 """These have their final form after half of the steps."""
 
 
@@ -96,27 +93,17 @@ class Model(nn.Module):
 
     def __init__(self, task: Task, method: str, compression: float) -> None:
         super().__init__()
-        counts = task.data.counts
-        kind, configs = "dense" if method in (*CONVERTED, *BITS) else method, None
-        if method.startswith("TT"):
-            kind = "dense" if method == "TT SVD" else method
-            sizes = [len(count) for count in counts if len(count) >= MIN_ROWS]
-            hot_rows: Literal["auto", 0] = "auto" if "rows" in method else 0
-            configs = tt_tables(sizes, task.dim, compression, hot_rows)
-            if method in ADAPTIVE:  # the modes chosen for the budget, at a larger size
-                start = 1.5 if hot_rows else 2
-                configs = tt_tables(sizes, task.dim, compression / start, hot_rows, configs[0].tt_shape().order)
-        self.embeddings = Embeddings(counts, task.dim, kind, compression, configs, task.std)
-        self.head = Head(len(counts), task.dim, task.data.test.dense.shape[1])
+        kind = "dense" if method in ("TT SVD", *CONVERTED, *BITS) else method
+        self.embeddings = Embeddings(task.data.counts, task.dim, kind, compression, task.std)
+        self.head = Head(len(task.data.counts), task.dim, task.data.test.dense.shape[1])
 
     def forward(self, rows: Rows) -> Tensor:
         logits: Tensor = self.head(self.embeddings(rows.ids), rows.dense)
         return logits
 
 
-def optimizer_for(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def optimizer_for(model: Model, lr: float) -> torch.optim.Optimizer:
     """Adam with rate `lr` for tables, a tenth of it for rank parameters, and `LR_HEAD` for the head."""
-    assert isinstance(model, Model)
     groups = [g for g in rank_param_groups(model, lr_cores=lr, lr_ranks=lr / 10, lr_dense=LR_HEAD) if g["name"] != "dense"]
     special = {id(p) for group in groups for p in group["params"]}
     tables = [p for p in model.embeddings.parameters() if id(p) not in special]
@@ -126,29 +113,20 @@ def optimizer_for(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def train(task: Task, method: str, compression: float, lr: float, seed: int, dtype: str = "float32") -> dict[str, float]:
-    """Train one model; return val_ne; ne, auc and logloss of the test split; bytes, dense_bytes, optimizer_bytes and step_ms.
+    """Train one model; return val_ne; ne, auc and logloss of the test split; bytes, dense_bytes, index_bytes and step_ms.
 
     Raises:
         DoesNotFit: if the method has no form this small.
     """
     torch.manual_seed(seed)
     compression = _compression_of_numbers(task, method, compression, DTYPES[dtype])
-    model = _model(task, method, compression)
+    model = Model(task, method, compression)
     embeddings = model.embeddings
-    if method == "PEP":  # keep the initial values, without the entries that a trained copy's thresholds drop
-        copied = copy.deepcopy(model)
-        search = ThresholdSearch(copied.embeddings.tables, embeddings.budget, task.steps)
-        _fit_(copied, task, method, compression, lr, seed, search)
-        for table, mask in zip(embeddings.tables, search.masks(), strict=True):
-            table.mask = mask.float()
-    pruning = Pruning(list(embeddings.tables.parameters()), embeddings.budget, task.steps) if method == "pruning" else None
-    teacher = _teacher(replace(task, teacher="none"), seed) if task.teacher != "none" else None
-    times = _fit_(model, task, method, compression, lr, seed, pruning, teacher, is_bfloat16=dtype == "bfloat16")
+    times = fit_(model, task, method, compression, lr, seed, dtype)
     if method in CONVERTED:
         _to_tt_(model, task, compression, in_order=method == "converted in order")
     if dtype == "int8":
         round_(embeddings.tables, torch.int8)
-    params = sum(p.numel() for p in embeddings.tables.parameters())
     values, indices = embeddings.num_bytes()
     if dtype != "float32":
         values = stored_bytes(embeddings.tables, DTYPES[dtype])
@@ -160,17 +138,8 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, dty
         "bytes": values + indices,
         "dense_bytes": 4 * sum(len(task.data.counts[f]) for f in embeddings.large) * task.dim,
         "index_bytes": indices,
-        "optimizer_bytes": 8 * params,
-        "other_bytes": 4 * (sum(p.numel() for p in model.parameters()) - params),
         "step_ms": statistics.median(times),
     }
-
-
-def _model(task: Task, method: str, compression: float) -> Model:
-    model = Model(task, method, compression)
-    if task.start == "vectors":
-        model.embeddings.start_(task.data.vectors, task.data.counts)
-    return model
 
 
 def _compression_of_numbers(task: Task, method: str, compression: float, dtype: torch.dtype) -> float:
@@ -185,25 +154,15 @@ def _compression_of_numbers(task: Task, method: str, compression: float, dtype: 
     return fewer
 
 
-def _fit_(
-    model: Model,
-    task: Task,
-    method: str,
-    compression: float,
-    lr: float,
-    seed: int,
-    shrink: Pruning | ThresholdSearch | None,
-    teacher: Model | None = None,
-    *,
-    is_bfloat16: bool = False,
-) -> list[float]:
-    """Train for the task's steps, or until `shrink` is done; return the milliseconds of each step."""
+def fit_(model: Model, task: Task, method: str, compression: float, lr: float, seed: int, dtype: str = "float32") -> list[float]:
+    """Train for the task's steps; return the milliseconds of each step."""
+    teacher = _teacher(replace(task, teacher="none"), seed) if task.teacher != "none" else None
+    if task.start == "vectors":
+        model.embeddings.start_(task.data.vectors, task.data.counts)
     steps, optimizer = task.steps, optimizer_for(model, lr)
     scheduler = _scheduler(model, optimizer, method, steps)
-    times = []
-    best_ne, best_state = math.inf, None
+    times, best_ne, best_state = [], math.inf, None
     first = steps // 2 + 1 if method in SHRINKING else 1
-    evaluations = 0 if isinstance(shrink, ThresholdSearch) else task.evaluations
     for step, rows in enumerate(task.data.batches(task.batch, steps, seed), start=1):
         start = time.perf_counter()
         for group in optimizer.param_groups:
@@ -214,19 +173,15 @@ def _fit_(
         optimizer.zero_grad()
         (scheduler.loss(loss) if scheduler else loss).backward()
         optimizer.step()
-        if is_bfloat16:
+        if dtype == "bfloat16":
             round_stochastically_(model.embeddings.tables)
         times.append(1e3 * (time.perf_counter() - start))
         if scheduler:
             scheduler.step()
-        if shrink and shrink.step():
-            break
         if method == "TT SVD" and step == steps // 2:
             _to_tt_(model, task, compression)
             optimizer = optimizer_for(model, lr)
-        if method == "CCE" and step in (steps // 4, steps // 2):
-            _cluster_(model, optimizer)
-        is_due = step * evaluations // steps > (step - 1) * evaluations // steps
+        is_due = step * task.evaluations // steps > (step - 1) * task.evaluations // steps
         if is_due and step >= first and (ne := evaluate(model, task.data.val)["ne"]) < best_ne:
             best_ne, best_state = ne, copy.deepcopy(model.state_dict())
     if best_state is not None:
@@ -240,8 +195,8 @@ def _teacher(task: Task, seed: int) -> Model:
     models = []
     for lr in RATES if task.start == "random" else START_RATES:
         torch.manual_seed(seed)
-        models.append(_model(task, "dense", 1))
-        _fit_(models[-1], task, "dense", 1, lr, seed, None)
+        models.append(Model(task, "dense", 1))
+        fit_(models[-1], task, "dense", 1, lr, seed)
     return min(models, key=lambda model: evaluate(model, task.data.val)["ne"])
 
 
@@ -268,21 +223,12 @@ def _to_tt_(model: Model, task: Task, compression: float, *, in_order: bool = Fa
     weights = [weight.detach() for weight in embeddings.tables.parameters()]
     sizes, counts = [len(weight) for weight in weights], [task.data.counts[f] for f in embeddings.large]
     numbers = sum(sizes) * task.dim / compression - in_order * sum(sizes)
-    tables = [TT(config) for config in tt_tables(sizes, task.dim, sum(sizes) * task.dim / numbers)]
+    tables = [TT(config) for config in tt_configs(sizes, task.dim, sum(sizes) * task.dim / numbers)]
     for table, weight, count in zip(tables, weights, counts, strict=True):
         if in_order:
             table.bag.set_row_order_(similar_rows(weight, count))
     fit_tables_([table.bag for table in tables], weights, int(numbers), counts)
     embeddings.tables = nn.ModuleList(tables)
-
-
-def _cluster_(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Cluster the rows of CCE's tables, and drop the optimizer's state of their old values."""
-    for table in model.embeddings.tables:
-        assert isinstance(table, Clustered)
-        table.cluster_()
-        for parameter in table.parameters():
-            optimizer.state.pop(parameter, None)
 
 
 @torch.no_grad()

@@ -37,59 +37,45 @@ from data_pipeline.errors import UserError
 from data_pipeline.manifest import Order
 
 BUDGETS = (10, 50, 100, 200, 500)
-TT_METHODS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT SVD")
-METHODS = ("dense", *TT_METHODS, *PER_TABLE, "pruning", "PEP")
-"""Those that figures and tables compare; `BITS` are compared only with dense tables."""
+METHODS = ("dense", "TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT SVD", *PER_TABLE)
+"""Those that tables compare; `BITS` are compared only with dense tables."""
 MORE_RATES = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, *RATES, 0.1, 0.3, 1.0)
 """While the best rate of a case is the smallest or largest one tried, its neighbor here is tried, too."""
 STDS = {"video": 0.01}
 """Standard deviations of initial entries that suit the dense table better than `STD`, by its NE on the validation split."""
 EVALUATIONS = 15
 """How often the validation split of implicit feedback is evaluated to keep the best state, because methods overfit."""
-VARIED = {*LOGS} - {"synth"}
-"""Variants of the logs, at one size only, which have a table of their own."""
-
+CHOICES = {"order": get_args(Order), "start": ("random", "vectors"), "teacher": ("none", "dense"), "dtype": tuple(DTYPES)}
+"""What `--only` may choose, the default first."""
 
 _feedback = lru_cache(4)(ImplicitFeedback.read)
 
 
 def tasks(settings: Settings) -> list[Task]:
     """The tasks: synthetic logs always, implicit feedback if `--data` names it."""
-    selected, wanted, order = [], settings.only.get("data"), _order(settings)
-    start = _chosen(settings, "start", ("random", "vectors"))
-    teacher = _chosen(settings, "teacher", ("none", "dense"))
+    wanted, quick = settings.only.get("data"), settings.quick
+    order, start, teacher = (_chosen(settings, name) for name in ("order", "start", "teacher"))
     if start == "vectors" and order == "frequency":
         raise UserError("tables start from vectors only with ids in order of similarity: add order=similarity to --only")
-    if wanted is None or wanted in LOGS:
-        name = wanted or "synth"
-        if settings.quick:
-            selected = [Task(data=Synth(name, 20_000, 0.02, order), dim=8, batch=128, steps=20, rates=RATES[:1])]
-        else:
-            rows = 10_000_000 if name.endswith("10M") else 1_000_000
-            # The first rate was the worst for every method at 10x and 50x.
-            selected = [Task(data=Synth(name, rows, 1.0, order), dim=16, batch=2048, steps=390, rates=RATES[1:])]
+    selected, name = [], wanted or "synth"
+    if name in LOGS:
+        rows, scale, sizes = (20_000, 0.02, (8, 128, 20)) if quick else (1_000_000, 1.0, (16, 2048, 390))
+        rates: tuple[float, ...] = RATES[:1] if quick else RATES[1:]  # the first rate was the worst for every method at 10x and 50x
+        data = Synth(name, 10 * rows if name.endswith("10M") else rows, scale, cast(Order, order))
+        selected.append(Task(data=data, dim=sizes[0], batch=sizes[1], steps=sizes[2], rates=rates))
     if settings.data and wanted not in LOGS:
         feedback = _feedback(settings.data, order)
         epoch = 2 * int(feedback.counts[0].sum()) // 2048
-        selected.append(
-            Task(
-                data=feedback,
-                dim=32,
-                batch=2048,
-                steps=20 if settings.quick else min(2000, 3 * epoch),  # longer training overfits with every method
-                rates=RATES[:1] if settings.quick else RATES if start == "random" or teacher == "dense" else START_RATES,
-                std=STDS.get(feedback.name, STD),
-                evaluations=EVALUATIONS,
-            )
-        )
+        steps = 20 if quick else min(2000, 3 * epoch)  # longer training overfits with every method
+        rates = RATES[:1] if quick else RATES if start == "random" or teacher == "dense" else START_RATES
+        std = STDS.get(feedback.name, STD)
+        selected.append(Task(data=feedback, dim=32, batch=2048, steps=steps, rates=rates, std=std, evaluations=EVALUATIONS))
     return [replace(task, start=start, teacher=teacher) for task in selected if wanted in (None, task.data.name)]
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield one row for each run not in `settings.finished`: all sizes and rates of seed 0, then the other seeds."""
-    dtype = settings.only.get("dtype", "float32")
-    if dtype not in DTYPES:
-        raise UserError(f"dtype is {dtype}: choose one of {', '.join(DTYPES)}")
+    dtype = _chosen(settings, "dtype")
     rows = [row for row in settings.finished if row.dtype == dtype]
     more_rates = () if settings.quick else MORE_RATES
     for task in tasks(settings):
@@ -97,15 +83,11 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         yield from train_all("quality", _cases(task, settings), measured, settings, rows, dtype=dtype, more_rates=more_rates)
 
 
-def _order(settings: Settings) -> Order:
-    return cast(Order, _chosen(settings, "order", get_args(Order)))
-
-
-def _chosen(settings: Settings, name: str, choices: Sequence[str]) -> str:
-    """Return one of the choices, by default the first."""
-    value = settings.only.get(name, choices[0])
-    if value not in choices:
-        raise UserError(f"{name} is {value}: choose one of {', '.join(choices)}")
+def _chosen(settings: Settings, name: str) -> str:
+    """Return what `--only` chooses, by default the first choice."""
+    value = settings.only.get(name, CHOICES[name][0])
+    if value not in CHOICES[name]:
+        raise UserError(f"{name} is {value}: choose one of {', '.join(CHOICES[name])}")
     return value
 
 
@@ -121,7 +103,7 @@ def _measured(task: Task, dtype: str, path: Path | None, shapes: dict[str, Any],
 
 def _cases(task: Task, settings: Settings) -> list[tuple[dict[str, Any], Sequence[float]]]:
     """All sizes and methods, with the rates to try first."""
-    methods = STORED_METHODS if settings.only.get("dtype", "float32") != "float32" else METHODS
+    methods = STORED_METHODS if _chosen(settings, "dtype") != "float32" else METHODS
     if "method" in settings.only:
         methods = (*methods, *BITS)
     budgets = BUDGETS[:1] if settings.quick else BUDGETS
@@ -129,23 +111,21 @@ def _cases(task: Task, settings: Settings) -> list[tuple[dict[str, Any], Sequenc
     if settings.only.get("method") in CONVERTED:
         cases = [(settings.only["method"], size) for size in (4, 10)]
     sizes: dict[str, Any] = {"steps": task.steps, "dim": task.dim, "batch": task.batch}
-    if _order(settings) != "frequency":
-        sizes["order"] = _order(settings)
-    if task.start != "random":
-        sizes["start"] = task.start
-    if task.teacher != "none":
-        sizes["teacher"] = task.teacher
+    for name in ("order", "start", "teacher"):  # rows have them where they are unusual
+        if _chosen(settings, name) != CHOICES[name][0]:
+            sizes[name] = _chosen(settings, name)
     return [({"data": task.data.name, "method": method, "compression": size, **sizes}, task.rates) for method, size in cases]
 
 
 def chosen(
-    rows: Sequence[Row], dtype: str = "float32", order: Order = "frequency", start: str = "random", teacher: str = "none"
+    rows: Sequence[Row], dtype: str = "float32", order: str = "frequency", start: str = "random", teacher: str = "none"
 ) -> list[Row]:
-    """The runs of usual length, this table type, order, start and teacher, at the rate that each method chose for each size."""
-    rows = [row for row in rows if row.dtype == dtype and row.shapes.get("order", "frequency") == order]
-    rows = [row for row in rows if (row.shapes.get("start", "random"), row.shapes.get("teacher", "none")) == (start, teacher)]
-    usual: dict[str, int] = {}
-    for row in rows:
-        data, steps = row.shapes["data"], row.shapes["steps"]
-        usual[data] = min(steps, usual.get(data, steps))
-    return at_best_rate([row for row in rows if row.shapes["steps"] == usual[row.shapes["data"]]])
+    """The runs of this table type, order, start and teacher, at the rate that each method chose for each size."""
+    wanted = {"order": order, "start": start, "teacher": teacher}
+    return at_best_rate(
+        [
+            row
+            for row in rows
+            if row.dtype == dtype and all(row.shapes.get(name, CHOICES[name][0]) == value for name, value in wanted.items())
+        ]
+    )

@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from comera_rec.ops.served_bags.storage import least_type, quantize, row_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-METHODS = (
-    "TT + rows", "TT fixed", "hashing", "two hashes", "CAFE", "QR", "QR in parts", "low rank", "mixed dim",
-    "neighbors", "prefixes", "group and place",
-)  # fmt: skip
+METHODS = ("TT + rows", "TT fixed", "hashing", "CAFE", "QR", "QR in parts", "low rank", "mixed dim", "neighbors")
 """Methods that predict from the parameters that they train, all of which have rows."""
 BITS = {"dense int8": 8, "dense int4": 4, "dense int2": 2}
 """Dense tables rounded after training, as FBGEMM stores quantized tables, by bits per number."""

@@ -3,9 +3,7 @@
 B batch, M rows and N columns of a table; a budget is in parameters (bytes / 4).
 
     hashing     M' < M rows; the id's hash selects one. Weinberger et al., arXiv 0902.2206
-    two hashes  the sum of two rows of one table, selected by two hashes. Serra and Karatzoglou, arXiv 1706.03993
     ROBE        one array for a table; each quarter of a row starts at a hashed position in it. Desai et al., arXiv 2108.02191
-    DHE         64 hashes of the id, as numbers, through an MLP with one hidden layer. Kang et al., arXiv 2010.10784
     CAFE        separate rows for the most frequent ids, on seven tenths of the bytes, and hashing for the others. Zhang et al.,
                 arXiv 2312.03256; frequencies are known from the start, whereas the paper uses a sketch of them
     QR          the elementwise product of row id // b of one table and row id % b of another. Shi et al., arXiv 1909.02107
@@ -14,17 +12,16 @@ B batch, M rows and N columns of a table; a budget is in parameters (bytes / 4).
     mixed dim   blocks of ids by frequency f, each with a dim ~ f^0.2 to f^0.5 (what fills the budget best) and a projection; the
                 rarest ids may share one vector (dim 0). Ginart et al., arXiv 1909.11810
 
-and three that gain from an order of ids in which neighbors are similar:
+and one that gains from an order of ids in which neighbors are similar:
 
     neighbors   as many neighboring ids share a row as the budget says, as clusters do in BACO (arXiv 2604.18351), CEL (2302.01478)
-    prefixes    the sum of rows of three tables, selected by 16:4:1 prefixes of the id, as Semantic IDs (arXiv 2306.08121)
-    group and place
-                the sum of a row for the group of ids and a row for the place within it
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from itertools import pairwise, product
 from math import isqrt
 
 import torch
@@ -79,14 +76,6 @@ def hashed(ids: Tensor, seed: int) -> Tensor:
     return ((keys ^ keys >> 15) * 3_266_489_917 & 0xFFFF_FFFF) >> 1
 
 
-class TwoHashes(Hashed):
-    """Sums of two rows."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        first, second = (F.embedding(hashed(ids, seed) % len(self.weight), self.weight) for seed in (1, 2))
-        return first + second
-
-
 class Robe(Table):
     """Rows whose parts lie in one array."""
 
@@ -100,40 +89,16 @@ class Robe(Table):
         return self.array[(starts + torch.arange(self.part)) % len(self.array)].flatten(1)
 
 
-class DeepHash(Table):
-    """No rows at all: an MLP over hashes."""
-
-    hashes = 64
-    codes: Tensor
-
-    @classmethod
-    def least(cls, rows: int, dim: int) -> int:
-        return cls.hashes + 1 + 2 * dim
-
-    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
-        super().__init__()
-        hidden = (budget - dim) // (self.hashes + 1 + dim)
-        self.mlp = nn.Sequential(nn.Linear(self.hashes, hidden), nn.Mish(), nn.Linear(hidden, dim))
-        codes = torch.stack([hashed(torch.arange(len(counts)), k) for k in range(self.hashes)], dim=1) / 2**30 - 1
-        self.register_buffer("codes", codes, persistent=False)  # computed once, to save time
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows: Tensor = self.mlp(F.embedding(ids, self.codes))
-        return rows
-
-
-class HotAndHashed(Table):
+class HotAndHashed(Dense):
     """Separate rows for some ids, hashing for the rest."""
 
     def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
-        super().__init__()
+        super().__init__(budget // dim, dim, std)
         self.rows = min(int(0.7 * budget) // dim, len(counts))
-        self.table = Dense(budget // dim, dim, std)
 
     def forward(self, ids: Tensor) -> Tensor:
-        shared = self.rows + hashed(ids, 1) % (len(self.table.weight) - self.rows)
-        rows: Tensor = self.table(torch.where(ids < self.rows, ids, shared))
-        return rows
+        shared = self.rows + hashed(ids, 1) % (len(self.weight) - self.rows)
+        return super().forward(torch.where(ids < self.rows, ids, shared))
 
 
 class Digits(Table):
@@ -147,38 +112,36 @@ class Digits(Table):
 
     def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
         super().__init__()
-        parts = next(k for k in self.parts if k * self._base(len(counts), k) * dim <= budget)
-        self.base = self._base(len(counts), parts)
-        self.tables = nn.ParameterList(nn.Parameter(std * torch.randn(self.base, dim) + (part > 0)) for part in range(parts))
+        self.base, sizes = self._sizes(len(counts), budget // dim)
+        self.tables = nn.ParameterList(std * torch.randn(size, dim) + (part > 0) for part, size in enumerate(sizes))
+
+    def _sizes(self, rows: int, most: int) -> tuple[int, list[int]]:
+        """Choose the base of the digits, and rows of tables, `most` together."""
+        parts = next(k for k in self.parts if k * self._base(rows, k) <= most)
+        return self._base(rows, parts), [self._base(rows, parts)] * parts
 
     @staticmethod
     def _base(rows: int, parts: int) -> int:
         return next(base for base in range(2, rows + 2) if base**parts >= rows)
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = F.embedding(ids % self.base, self.tables[0])
-        for table in list(self.tables)[1:]:
+        rows = []
+        for table in list(self.tables)[:-1]:  # the last digit first
+            rows.append(F.embedding(ids % self.base, table))
             ids = ids // self.base
-            rows = rows * F.embedding(ids % self.base, table)
-        return rows
+        return reduce(torch.mul, [*rows, F.embedding(ids, self.tables[-1])])
 
 
-class QuotientRemainder(Table):
+class QuotientRemainder(Digits):
     """The product of rows of two small tables."""
 
     @classmethod
     def least(cls, rows: int, dim: int) -> int:
         return min(b + -(-rows // b) for b in (isqrt(rows), isqrt(rows) + 1)) * dim
 
-    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
-        super().__init__()
-        rows, most = len(counts), budget // dim
-        self.base = max((b for b in range(1, most) if b + -(-rows // b) <= most), key=lambda b: b + -(-rows // b))
-        self.quotients = nn.Parameter(1 + std * torch.randn(-(-rows // self.base), dim))
-        self.remainders = nn.Parameter(std * torch.randn(self.base, dim))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids // self.base, self.quotients) * F.embedding(ids % self.base, self.remainders)
+    def _sizes(self, rows: int, most: int) -> tuple[int, list[int]]:
+        base = max((b for b in range(1, most) if b + -(-rows // b) <= most), key=lambda b: b + -(-rows // b))
+        return base, [base, -(-rows // base)]
 
 
 class Product(Table):
@@ -212,21 +175,19 @@ class MixedDimension(Table):
         super().__init__()
         self.dim = dim
         edges = [0, *(16 * 2**k for k in range(40) if 16 * 2**k < len(counts)), len(counts)]
-        self.starts, self.stops = edges[:-1], edges[1:]
-        frequency = [float(counts[a:b].double().mean()) + 1 for a, b in zip(self.starts, self.stops, strict=True)]
-        dims = max((d for d in self._choices(frequency) if self._params(d) <= budget), key=self._params)
+        self.ranges = list(pairwise(edges))
+        frequency = [float(counts[a:b].double().mean()) + 1 for a, b in self.ranges]
+        choices = product((0.2, 0.3, 0.4, 0.5), torch.logspace(-4, 4, 500).tolist())
+        widths = ([min(dim, round(scale * f**power)) for f in frequency] for power, scale in choices)
+        dims = max((each for each in widths if self._params(each) <= budget), key=self._params)
         if not any(dims):
             raise DoesNotFit
         self.rest = nn.Parameter(torch.zeros(dim))
-        self.blocks = nn.ModuleList(self._block(b - a, d, std) for a, b, d in zip(self.starts, self.stops, dims, strict=True))
-
-    def _choices(self, frequency: Sequence[float]) -> list[list[int]]:
-        scales = torch.logspace(-4, 4, 500).tolist()
-        return [[min(self.dim, round(scale * f**power)) for f in frequency] for power in (0.2, 0.3, 0.4, 0.5) for scale in scales]
+        self.blocks = nn.ModuleList(self._block(b - a, d, std) for (a, b), d in zip(self.ranges, dims, strict=True))
 
     def _params(self, dims: Sequence[int]) -> int:
-        sizes = zip(self.starts, self.stops, dims, strict=True)
-        return self.dim + sum((b - a) * d + (d * self.dim if d < self.dim else 0) for a, b, d in sizes)
+        sizes = zip(self.ranges, dims, strict=True)
+        return self.dim + sum((b - a) * d + (d * self.dim if d < self.dim else 0) for (a, b), d in sizes)
 
     def _block(self, rows: int, width: int, std: float) -> nn.Module:
         if width == 0:
@@ -235,7 +196,7 @@ class MixedDimension(Table):
 
     def forward(self, ids: Tensor) -> Tensor:
         out_BN = self.rest.expand(len(ids), -1)
-        for start, stop, block in zip(self.starts, self.stops, self.blocks, strict=True):
+        for (start, stop), block in zip(self.ranges, self.blocks, strict=True):
             in_block = ((ids >= start) & (ids < stop)).nonzero().flatten()
             if in_block.numel() and not isinstance(block, nn.Identity):
                 out_BN = out_BN.index_add(0, in_block, block(ids[in_block] - start))
@@ -251,35 +212,6 @@ class Neighbors(Dense):
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids * len(self.weight) // self.ids)
-
-
-class Prefixes(Table):
-    """Sums of rows of tables for prefixes of several lengths."""
-
-    shares = (16, 4, 1)
-
-    @classmethod
-    def least(cls, rows: int, dim: int) -> int:
-        return sum(cls.shares) * dim
-
-    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
-        super().__init__()
-        rows = [budget // dim * share // sum(self.shares) for share in self.shares]
-        self.tables = nn.ModuleList(Neighbors(counts, dim, each * dim, std / 3**0.5) for each in rows)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return torch.stack([table(ids) for table in self.tables]).sum(dim=0)
-
-
-class GroupAndPlace(QuotientRemainder):
-    """Sums of rows of two small tables."""
-
-    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
-        super().__init__(counts, dim, budget, std)
-        self.quotients.data.sub_(1)  # which suits products
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids // self.base, self.quotients) + F.embedding(ids % self.base, self.remainders)
 
 
 def fit_(table: Table, rows: Tensor, counts: Tensor, steps: int = 400) -> None:

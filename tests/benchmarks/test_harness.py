@@ -16,7 +16,6 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
-from benchmarks.harness.cli import run_command
 from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, chosen, measure_case
 from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
@@ -28,6 +27,7 @@ from benchmarks.lookup.tables import FBGEMM, ON_CPU, OURS, TT, LookupCase, Looku
 from benchmarks.preprocess import require_equal_data
 from benchmarks.preprocess_rivals import preprocess_with_pandas
 from benchmarks.run import BENCHMARKS, RESUMABLE, run
+from comera_rec.cli.errors import run_command
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
 
@@ -161,7 +161,7 @@ class TestCommand:
         self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(SystemExit) as stopped:
-            run_command(run, "benchmarks.run", arguments)
+            run_command(run, "python -m benchmarks.run", arguments)
         printed = capsys.readouterr().err
         assert stopped.value.code == 2
         assert message in printed
