@@ -125,12 +125,16 @@ class Scratch {
 void scale_rows(float* values, const float* diagonal, int64_t rows, int64_t size) {
   const int64_t columns = rows > 0 ? size / rows : 0;
   int64_t k = 0;
-  if (2 * columns == kWidth)  // two rows a store, because whole vectors are loaded next, which would wait for two stores
+  if (2 * columns == kWidth) {  // two rows a store, because whole vectors are loaded next, which would wait for two stores
+    const auto both = [&]<int... N>(Vector<kWidth / 2> low, Vector<kWidth / 2> high, std::integer_sequence<int, N...>) {
+      return __builtin_shufflevector(low, high, N...);
+    };
     for (; k + 2 <= rows; k += 2) {
-      Vector<kWidth> factors;
-      for (int n = 0; n < kWidth; ++n) factors[n] = diagonal[k + n / (kWidth / 2)];
+      const Vector<kWidth> factors =
+          both(Vector<kWidth / 2>{} + diagonal[k], Vector<kWidth / 2>{} + diagonal[k + 1], std::make_integer_sequence<int, kWidth>{});
       store<kWidth>(values + k * columns, load<kWidth>(values + k * columns) * factors);
     }
+  }
   for (; k < rows; ++k)
     for (int64_t j = 0; j < columns; ++j) values[k * columns + j] *= diagonal[k];
 }

@@ -1,6 +1,8 @@
 // Updates of slices in any number format. Included by kernels.cpp: compiled once for each instruction set.
 #pragma once
 
+#include <algorithm>
+
 #include "slices.h"
 
 namespace comera {
@@ -41,26 +43,13 @@ COMERA_INLINE void update_floats(
   }
 }
 
-void update_slice(const Core& core, const Update& update, int64_t slice, float* gradient) {
+// A step for each number of a slice.
+void update_numbers(const Core& core, const Update& update, int64_t slice, float* gradient) {
   const int64_t at = slice * core.size, n = core.size;
   constexpr int64_t kBlock = 256;
   float x[kBlock], m[kBlock], v[kBlock];
   const auto data_at = [&](int64_t i) { return offset(core.data, core.number, at + i); };
   const auto count_at = [&](int64_t i) { return i + kBlock < n ? kBlock : n - i; };
-  if (update.kind == Update::Kind::row_wise_adagrad) {  // one sum a slice, of the mean square, and then a step of SGD
-    for (int64_t i = 0; i < n && update.weight_decay != 0; i += kBlock) {
-      widen(data_at(i), core.number, count_at(i), x);
-      add_scaled(gradient + i, x, update.weight_decay, count_at(i));
-    }
-    float* sum = static_cast<float*>(update.first) + slice;
-    *sum += dot(gradient, gradient, n) / float(n);
-    const float lr = update.lr / (__builtin_sqrtf(*sum) + update.eps);
-    if (core.number == Number::float32) return add_scaled(static_cast<float*>(core.data) + at, gradient, -lr, n);
-    Update step;
-    step.lr = lr;
-    step.seed = update.seed;
-    return update_slice(core, step, slice, gradient);
-  }
   if (core.number == Number::float32) {
     float* const all[] = {static_cast<float*>(core.data), gradient, static_cast<float*>(update.first), static_cast<float*>(update.second)};
     const auto part = [&](int i) { return all[i] == nullptr || i == 1 ? all[i] : all[i] + at; };
@@ -85,6 +74,29 @@ void update_slice(const Core& core, const Update& update, int64_t slice, float* 
     if (second) narrow_at_random(v, core.number, count, second, stream_of(update.seed, 2), at + i);
     narrow_at_random(x, core.number, count, data_at(i), stream_of(update.seed, 0), at + i);
   }
+}
+
+void add_decay(const Core& core, float decay, int64_t slice, float* gradient) {
+  float x[256];
+  for (int64_t i = 0, count; i < core.size; i += count) {
+    count = std::min<int64_t>(256, core.size - i);
+    widen(offset(core.data, core.number, slice * core.size + i), core.number, count, x);
+    add_scaled(gradient + i, x, decay, count);
+  }
+}
+
+COMERA_INLINE void update_slice(const Core& core, const Update& update, int64_t slice, float* gradient) {
+  if (update.kind != Update::Kind::row_wise_adagrad) return update_numbers(core, update, slice, gradient);
+  // One sum a slice, of the mean square, and then a step of SGD.
+  if (update.weight_decay != 0) add_decay(core, update.weight_decay, slice, gradient);
+  const int64_t n = core.size;
+  float* sum = static_cast<float*>(update.first) + slice;
+  *sum += dot(gradient, gradient, n) / float(n);
+  Update step;
+  step.lr = update.lr / (__builtin_sqrtf(*sum) + update.eps);
+  step.seed = update.seed;
+  if (core.number == Number::float32) return add_scaled(static_cast<float*>(core.data) + slice * n, gradient, -step.lr, n);
+  update_numbers(core, step, slice, gradient);
 }
 
 }  // namespace
