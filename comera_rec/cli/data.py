@@ -86,12 +86,10 @@ def synth(rows: int, output: Path, **chosen: Any) -> None:
     start = time.perf_counter()
     truth = write_log(SynthOptions(rows=rows, output=output, **chosen))
     seconds = time.perf_counter() - start
-    for name, score in (("all rows", truth.whole), ("last tenth", truth.last_tenth)):
-        if score and score.best_auc and score.best_ne:
-            click.echo(
-                f"best reachable on {name}: AUC {score.best_auc:.4f}, logloss {score.best_logloss:.4f}, NE {score.best_ne:.4f}"
-                f" (label rate {score.label_rate:.4f})"
-            )
+    line = "best reachable on {}: AUC {best_auc:.4f}, logloss {best_logloss:.4f}, NE {best_ne:.4f} (label rate {label_rate:.4f})"
+    for name, best in (("all rows", truth), ("last tenth", truth["last_tenth"])):
+        if best and best["best_auc"] and best["best_ne"]:
+            click.echo(line.format(name, **best))
     click.echo(f"wrote {output} and {truth_path(output).name} in {seconds:.1f} s ({rows / seconds:,.0f} rows/s)")
 
 
