@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -30,7 +31,6 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
 from comera_rec.distributed import Processes
-from comera_rec.nn import TTEmbeddingBag
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, digits_per_process
@@ -194,23 +194,16 @@ class TTEnumerator(EmbeddingEnumerator):
             for option in options:
                 if option.module[0] == dense_path:
                     option._module = (path, collection)
-            tensors = tt_sharders[0].shardable_parameters(collection)
+            managed = around[path]
+            kinds = SHARDING_TYPES if managed is None else (ShardingType.ROW_WISE.value,)
             for config in collection.tt_configs():
-                bag, managed = collection.tt_bag(config.name), around[path]
-                kinds = SHARDING_TYPES if managed is None else (ShardingType.ROW_WISE.value,)
-                module_path = path if managed is None else managed
-                options += self._options(module_path, collection, config, bag, tensors[config.name], kinds)
+                options += self._options(path if managed is None else managed, collection, config, kinds)
         return options
 
     def _options(
-        self,
-        path: str,
-        collection: TTEmbeddingBagCollection,
-        config: TTEmbeddingBagConfig,
-        bag: TTEmbeddingBag,
-        tensor: nn.Parameter,
-        kinds: Sequence[str],
+        self, path: str, collection: TTEmbeddingBagCollection, config: TTEmbeddingBagConfig, kinds: Sequence[str]
     ) -> list[ShardingOption]:
+        bag = collection.tt_bag(config.name)
         shape, hot_params = bag.shape, sum(block.shape.num_params for block in bag.hot_blocks())
         rows, cols, world = config.num_embeddings, config.embedding_dim, self._world_size
         constraint = (self._constraints or {}).get(config.name)
@@ -231,7 +224,7 @@ class TTEnumerator(EmbeddingEnumerator):
             options.append(
                 ShardingOption(
                     name=config.name,
-                    tensor=tensor,
+                    tensor=nn.Parameter(torch.empty(rows, cols, device="meta")),
                     module=(path, collection),
                     input_lengths=pooling,
                     batch_size=self._batch_size,
