@@ -22,14 +22,13 @@ from data_pipeline.count_pass import PartCounts
 from data_pipeline.encoder import flatten
 from data_pipeline.hashing import shares
 from data_pipeline.job import Job
-from data_pipeline.manifest import CategoricalColumn, describe_file
+from data_pipeline.manifest import CategoricalColumn, describe_file, read_row_groups
 from data_pipeline.parts import Part
 from data_pipeline.passes import Key, work_on_parts
 from data_pipeline.runs import Counted
 from data_pipeline.shards import Encoder
 from data_pipeline.similarity import similarity_order
 from data_pipeline.splits import in_pieces
-from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import write_vocabulary
 
 _MOST_CELLS = 1 << 25

@@ -14,6 +14,7 @@ from comera_rec.cli.errors import tell
 from data_pipeline.errors import UserError
 from data_pipeline.inspection import to_text
 from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, files_of, read_manifest
+from data_pipeline.manifest import verify as verify_data_set
 from data_pipeline.options import PreprocessOptions, format_bytes, parse_bytes
 from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import preprocess as write_data_set
@@ -24,7 +25,6 @@ from data_pipeline.synth import SynthOptions, truth_path
 from data_pipeline.synth import synth as write_log
 from data_pipeline.transform import TransformOptions
 from data_pipeline.transform import transform as transform_logs
-from data_pipeline.verify import verify as verify_data_set
 
 _PATH = click.Path(path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
