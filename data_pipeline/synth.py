@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.csv
 from tqdm import tqdm
 
-from data_pipeline.atomic import check_output, replacing
+from data_pipeline.atomic import check_output, replacing, write_json
 from data_pipeline.errors import UserError
 from data_pipeline.planted import DECAY, PlantedModel, PlantedRows
 from data_pipeline.schema import CATEGORIES, INTEGERS, LABEL
@@ -129,8 +128,7 @@ def synth(options: SynthOptions) -> dict[str, Any]:
             last_tenth.add(rows.label[tail], rows.probability[tail])
             bar.update(len(rows.label))
     truth = chosen | {"last_tenth": last_tenth.scores()} | (whole.scores() or {})
-    with replacing(truth_path(options.output)) as path:
-        path.write_text(json.dumps(truth, indent=2) + "\n")
+    write_json(truth_path(options.output), truth)
     return truth
 
 

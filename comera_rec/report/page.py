@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from comera_rec.report import charts
 from comera_rec.report.runs import BASELINE, Run, read_runs
-from data_pipeline.atomic import replacing
+from data_pipeline.atomic import replacing, write_json
 from data_pipeline.errors import UserError
 
 _SUMMARY_KEYS = (
@@ -38,9 +38,7 @@ def write_summary(runs: list[Path], path: Path) -> None:
         run.folder.resolve().name: {"finished": bool(run.result)} | {key: run.value(key) for key in _SUMMARY_KEYS}
         for run in read_runs(runs)
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as beside:
-        beside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(path, summary)
 
 
 def require_summary(path: Path) -> None:
