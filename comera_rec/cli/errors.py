@@ -11,7 +11,11 @@ import click
 
 from data_pipeline.errors import UserError
 
-_SETTING = re.compile("`([a-z_]+)`")  # `data_pipeline` names settings in backquotes, which are options here
+# Settings that `data_pipeline` names in backquotes, which are options here.
+_SETTING = re.compile(
+    "`(input|output|data|model|schema|scheduler|split|order|seed|workers|overwrite|part_bytes|memory_limit|max_bad_rows|min_count"
+    "|hash_buckets|val_fraction|test_fraction|val_from|test_from|rows|scale|decay|groups)`"
+)
 
 
 def run_command(command: click.Command, program: str, arguments: list[str] | None = None) -> NoReturn:

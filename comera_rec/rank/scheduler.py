@@ -242,8 +242,8 @@ class RankScheduler:
             self.target_loss = self._mean_task_loss()
         if self.target_loss is None and self.config.objective == "achievement":
             raise UserError(
-                f"no finite loss was seen in the {self.steps} steps of the early stage: pass every step's loss through "
-                "RankScheduler.loss, or lower the learning rates"
+                f"no finite loss was seen in the {self.steps} steps of the early stage: pass every step's loss through `loss`, "
+                "or lower the learning rates"
             )
 
     # -- sizes, in bytes where the target is one of bytes, else in parameters ----------------------------------------------------
