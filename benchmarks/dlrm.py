@@ -128,12 +128,11 @@ def _cases(size: Size, settings: Settings) -> list[tuple[dict[str, Any], Sequenc
 def prepare(folder: Path, size: Size) -> tuple[Path, dict[str, float]]:
     """Prepare the data set; return it with the best NE and AUC that any model can reach on its test split."""
     log, data = folder / "train.txt", folder / "data"
-    best = synth(SynthOptions(rows=size.rows, output=log, seed=1, scale=size.scale)).last_tenth
-    assert best is not None  # enough rows
+    best = synth(SynthOptions(rows=size.rows, output=log, seed=1, scale=size.scale))["last_tenth"]
     preprocess(PreprocessOptions(inputs=(log,), output=data, min_count=size.min_count))
     log.unlink()
     kept = sum(column.num_embeddings for column in read_manifest(data).categorical_columns)
-    return data, {"best_ne": float(best.best_ne or 0), "best_auc": float(best.best_auc or 0), "kept_ids": float(kept)}
+    return data, {"best_ne": float(best["best_ne"] or 0), "best_auc": float(best["best_auc"] or 0), "kept_ids": float(kept)}
 
 
 def train(output: Path, data: Path, size: Size, compression: int, form: Form, lr: float, seed: int) -> dict[str, float]:

@@ -25,9 +25,8 @@ from benchmarks.harness.environment import FOLDER
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Sizes
-from data_pipeline.manifest import SPLITS, read_manifest
+from data_pipeline.manifest import SPLITS, read_manifest, verify
 from data_pipeline.synth import SynthOptions, synth
-from data_pipeline.verify import verify
 
 OURS, SIMILAR, PANDAS, TORCHREC, DUCKDB = "comera-rec", "comera-rec, by similarity", "pandas", "torchrec", "duckdb"
 

@@ -22,20 +22,23 @@ Value = TypeVar("Value")
 
 
 class Processes:
-    """All processes, or this one alone where there is no process group, which may be created later.
+    """The processes of a group, default all, or this one alone where there is no process group, which may be created later.
 
     Each process calls the same methods in the same order; alone, they return at once.
     """
 
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
     @property
     def size(self) -> int:
         """Number of processes."""
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return dist.get_world_size(self._group) if dist.is_available() and dist.is_initialized() else 1
 
     @property
     def process_rank(self) -> int:
         """Number of this process, from 0."""
-        return dist.get_rank() if self.several else 0
+        return dist.get_rank(self._group) if self.several else 0
 
     @property
     def several(self) -> bool:
@@ -51,7 +54,7 @@ class Processes:
         """Call `act` on process 0 only; every process returns its result, or raises its error."""
         outcomes = [_outcome(act) if self.is_first else (None, None)]
         if self.several:
-            dist.broadcast_object_list(outcomes, group_src=0)
+            dist.broadcast_object_list(outcomes, group=self._group, group_src=0)
         value: Value = _value(*outcomes[0])
         return value
 
@@ -64,7 +67,7 @@ class Processes:
         if not self.several:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, self._group)
         return values
 
     def merge(self, entries: dict[str, Value]) -> dict[str, Value]:
@@ -82,14 +85,14 @@ class Processes:
             return values
         sizes = self.gather(len(values))
         parts = [values.new_empty(max(sizes)) for _ in sizes]  # all_gather requires equal sizes
-        dist.all_gather(parts, torch.cat([values, values.new_zeros(max(sizes) - len(values))]))
+        dist.all_gather(parts, torch.cat([values, values.new_zeros(max(sizes) - len(values))]), self._group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum every process's values, entry by entry, without gradient."""
         total = values.detach().clone()
         if self.several:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self._group)
         return total
 
     def mean(self, values: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ class Processes:
         """Start the maximum of the processes' values, entry by entry; the returned function waits for the result."""
         if not self.several:
             return lambda: values
-        work = dist.all_reduce(values, dist.ReduceOp.MAX, async_op=True)
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None
 
         def wait_for_maximum() -> Tensor:

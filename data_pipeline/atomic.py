@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import json
 import os
 import re
 import shutil
@@ -137,6 +138,13 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
     finally:
         remove(temporary)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file of JSON, and the folders that it is in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def sync(path: Path) -> None:

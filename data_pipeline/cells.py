@@ -8,7 +8,7 @@ Letters: n rows of a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,12 +53,12 @@ class _Cells:
     lengths: np.ndarray | None = None
 
 
-def to_parsed(columns: Mapping[str, pa.Array | pa.ChunkedArray], schema: LogSchema, *, rows: int) -> tuple[Parsed, np.ndarray]:
+def parse_table(table: pa.Table, schema: LogSchema) -> tuple[Parsed, np.ndarray]:
     """Read cells, and find the well-formed rows.
 
     Args:
-        columns: by name, the schema's columns except ignored ones; of any Arrow type that fits their kinds.
-        rows: the length of every column; row numbers become the starts and lines of the result.
+        table: the schema's columns except ignored ones, of any Arrow type that fits their kinds; row numbers become the starts and
+            lines of the result.
 
     Returns:
         The well-formed rows, and a mask of them, bool [rows].
@@ -66,7 +66,7 @@ def to_parsed(columns: Mapping[str, pa.Array | pa.ChunkedArray], schema: LogSche
     Raises:
         ValueError: a column has a type that can't be read as its kind.
     """
-    arrays: dict[str, np.ndarray] = {}
+    arrays, rows = dict[str, np.ndarray](), len(table)
     goals: dict[str, list[tuple[str, np.ndarray]]] = {column.name: [] for column in schema.columns}
     for name, what, names, dtype in (
         ("labels", "values", schema.of_kind("label"), np.dtype(np.int8)),
@@ -84,7 +84,7 @@ def to_parsed(columns: Mapping[str, pa.Array | pa.ChunkedArray], schema: LogSche
     used, lists = [column for column in schema.columns if column.kind != "ignore"], list[tuple[np.ndarray, np.ndarray]]()
     bad: dict[str, np.ndarray] = {}
     for column in used:  # one at a time, to bound memory
-        cells = _read(columns[column.name], column, schema.missing)
+        cells = _read(table.column(column.source), column, schema.missing)
         for what, row in goals[column.name]:
             row[:] = getattr(cells, what)
         lists += [(cells.values, cells.lengths)] if cells.lengths is not None else []
@@ -93,7 +93,7 @@ def to_parsed(columns: Mapping[str, pa.Array | pa.ChunkedArray], schema: LogSche
     count, reasons = int(good.sum()), []
     for row in np.flatnonzero(~good)[:REASONS_KEPT].tolist():
         column = next(column for column in used if column.name in bad and bad[column.name][row])
-        cell = _as_text(columns[column.name][row].as_py(), column)
+        cell = _as_text(table.column(column.source)[row].as_py(), column)
         reasons.append((row, mismatch(cell, column, _EXPECTED[column.kind])))
     for row in (row for array in arrays.values() for row in array) if bad else ():
         row[:count] = row[good]

@@ -102,10 +102,6 @@ class PartCounts(PartRecord):
     rest: GroupCounts
     first_row: int = 0
 
-    @property
-    def end_row(self) -> int:
-        return self.first_row + self.rows
-
 
 def count_logs(job: Job) -> list[PartCounts]:
     """Count every part that has not been counted yet, and return all parts in order.
@@ -156,7 +152,7 @@ def train_and_rest(job: Job, parts: Sequence[PartCounts]) -> list[GroupCounts]:
     groups, train_rows = [], job.bounds[0]
     for part in parts:
         counts, trains = part, True
-        if not job.splitting.by_row and part.end_row > train_rows:
+        if not job.splitting.by_row and part.first_row + part.rows > train_rows:
             trains = part.first_row < train_rows
             if trains:
                 counts = _count(job, next(job.parts(part.log, part.number.__ne__)), part.first_row)

@@ -88,12 +88,18 @@ def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = No
     """
     if room is None:
         return tuple(IdSource(path, dtype) for path in paths)
-    tables, sizes = {}, {path: path.stat().st_size for path in paths}
-    for waiting, path in zip(range(len(paths), 0, -1), sorted(paths, key=sizes.__getitem__), strict=True):
-        share = min(sizes[path], room // waiting)
-        tables[path] = IdSource(path, dtype, share if share == sizes[path] else share // threads)
-        room -= share
-    return tuple(tables[path] for path in paths)
+    sizes = [path.stat().st_size for path in paths]
+    given = [share if share == size else share // threads for size, share in zip(sizes, shares(sizes, room), strict=True)]
+    return tuple(IdSource(path, dtype, share) for path, share in zip(paths, given, strict=True))
+
+
+def shares(sizes: Sequence[int], room: int) -> list[int]:
+    """Divide room among those that need the given sizes: all that the smallest need, and equal parts for the others."""
+    given = [0] * len(sizes)
+    for waiting, number in zip(range(len(sizes), 0, -1), sorted(range(len(sizes)), key=sizes.__getitem__), strict=True):
+        given[number] = min(sizes[number], room // waiting)
+        room -= given[number]
+    return given
 
 
 def encode_keys(id_sources: Sequence[IdSource], keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

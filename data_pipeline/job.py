@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from data_pipeline.cells import parse_table
 from data_pipeline.errors import UserError, naming_extras
 from data_pipeline.manifest import FILES, SPLITS, versions
 from data_pipeline.options import PassOptions
@@ -25,7 +26,7 @@ from data_pipeline.parts import Part, Skip, check_layout, inputs_changed, parque
 from data_pipeline.schema import LogSchema
 from data_pipeline.sources import LogIdentity, identify_log
 from data_pipeline.splits import Rows, Splitting, rows_by_position
-from data_pipeline.tables import BOM, Layout, parse_table, parse_text
+from data_pipeline.tables import BOM, Layout, parse_text
 from data_pipeline.work import Tell, WorkFolder, work_folder
 
 _WAIT_SECONDS = 30

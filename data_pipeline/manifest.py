@@ -14,12 +14,17 @@ import hashlib
 import platform
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, ValidationError
+from tqdm import tqdm
 
 from data_pipeline.atomic import replacing
 from data_pipeline.errors import UserError
@@ -258,6 +263,37 @@ def _check_size(file: Shard, path: Source) -> None:
         raise UserError(f"{path} does not exist, but the manifest lists it; {REMEDY}")
     if size != file.bytes:
         raise UserError(f"{path} has {size} bytes, but the manifest states {file.bytes}; {REMEDY}")
+
+
+def verify(manifest: Manifest, folder: Path) -> None:
+    """Read all files of a data set, and compare them with its manifest.
+
+    Raises:
+        ValueError: a file is missing or differs, or a split has other rows than its shards; the message names the first.
+    """
+    check_shards(manifest, folder)
+    files = list(files_of(manifest))
+    with ThreadPoolExecutor(4) as pool:
+        checked = pool.map(partial(check_file, folder=folder, contents=True), files)
+        for _ in tqdm(checked, total=len(files), desc="verifying", unit="file", disable=None):
+            pass
+
+
+def read_row_groups(path: Path) -> Iterator[tuple[int, pa.Table]]:
+    """Read a Parquet file's row groups, each with the number of its first row.
+
+    Raises:
+        ValueError: the file or a group can't be read.
+    """
+    row = 0
+    try:
+        with pq.ParquetFile(path, memory_map=True) as file:
+            for number in range(file.num_row_groups):
+                group = file.read_row_group(number, use_threads=False)
+                yield row, group
+                row += len(group)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"{path}, from row {row} on, cannot be read ({error}); {REMEDY}") from error
 
 
 def describe_file(path: str, folder: Path, *, rows: int) -> Shard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -160,10 +160,6 @@ class PreprocessOptions(PassOptions, Splitting):
                 f"`val_fraction` {self.val_fraction} and `test_fraction` {self.test_fraction} leave no training rows; "
                 "their sum must be below 1"
             )
-
-    @property
-    def splitting(self) -> Splitting:
-        return Splitting(**{option.name: getattr(self, option.name) for option in fields(Splitting)})
 
     def buckets_of(self, column: Column) -> int | None:
         """Return the hash buckets of a categorical column; None if it has a vocabulary."""

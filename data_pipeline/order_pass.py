@@ -20,15 +20,15 @@ from data_pipeline.atomic import replacing
 from data_pipeline.cooccurrence import cooccurrence_vectors
 from data_pipeline.count_pass import PartCounts
 from data_pipeline.encoder import flatten
+from data_pipeline.hashing import shares
 from data_pipeline.job import Job
-from data_pipeline.manifest import CategoricalColumn, describe_file
+from data_pipeline.manifest import CategoricalColumn, describe_file, read_row_groups
 from data_pipeline.parts import Part
 from data_pipeline.passes import Key, work_on_parts
 from data_pipeline.runs import Counted
 from data_pipeline.shards import Encoder
 from data_pipeline.similarity import similarity_order
 from data_pipeline.splits import in_pieces
-from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import write_vocabulary
 
 _MOST_CELLS = 1 << 25
@@ -46,7 +46,8 @@ def order_vocabularies(
         encoder, columns: of the vocabularies in order of frequency.
     """
     room = job.options.order_bytes // 2
-    sizes = _shares([column.num_embeddings - 1 for column in columns], room // _BYTES_PER_VALUE)
+    # All values of the smallest columns, and equally many of the others.
+    sizes = np.array(shares([column.num_embeddings - 1 for column in columns], room // _BYTES_PER_VALUE), np.int64)
     values, lengths = _sample(job, parts, encoder, sizes, min(_MOST_CELLS, room // _BYTES_PER_CELL))
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int32)], dtype=np.int32)
     vectors = np.split(cooccurrence_vectors(values, ends, int(sizes.sum())), np.cumsum(sizes)[:-1])
@@ -57,15 +58,6 @@ def order_vocabularies(
     with ThreadPoolExecutor(job.options.threads) as pool:
         ordered = pool.map(order_column, range(len(columns)))
         return tuple(tqdm(ordered, total=len(columns), desc="ordering", unit="column", disable=None))
-
-
-def _shares(sizes: Sequence[int], room: int) -> np.ndarray:
-    """Return how many of each column's values to order, all values of the smallest columns."""
-    shares = np.zeros(len(sizes), np.int64)
-    for waiting, number in zip(range(len(sizes), 0, -1), np.argsort(sizes, kind="stable"), strict=True):
-        shares[number] = min(sizes[number], room // waiting)
-        room -= shares[number]
-    return shares
 
 
 def _sample(job: Job, parts: Sequence[PartCounts], encoder: Encoder, sizes: np.ndarray, most_cells: int) -> _Sample:

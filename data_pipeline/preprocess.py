@@ -50,7 +50,7 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     identity = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
     identity |= {"min_count": options.min_count, "min_counts": dict(options.min_counts), "order": options.order}
     counted = [number for number, name in enumerate(schema.categories) if options.buckets_of(schema.column_of(name)) is None]
-    with open_job(options, schema, options.splitting, counted=counted, identity=identity, tell=tell) as job:
+    with open_job(options, schema, options, counted=counted, identity=identity, tell=tell) as job:
         manifest = _run(job, options)
         write_manifest(manifest, job.work.data)
     return manifest

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.csv
 from tqdm import tqdm
 
-from data_pipeline.atomic import check_output, replacing
+from data_pipeline.atomic import check_output, replacing, write_json
 from data_pipeline.errors import UserError
 from data_pipeline.planted import DECAY, PlantedModel, PlantedRows
 from data_pipeline.schema import CATEGORIES, INTEGERS, LABEL
@@ -62,22 +61,8 @@ class SynthOptions:
             raise UserError(f"`groups` is {self.groups}; it must be between 0 and 1")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """Scores of the true probabilities on the drawn labels, the best that any model can expect.
-
-    best_ne is best_logloss divided by the entropy of label_rate. If all labels are equal, best_auc and best_ne are None.
-    """
-
-    rows: int
-    label_rate: float
-    best_auc: float | None
-    best_logloss: float
-    best_ne: float | None
-
-
 class _Scorer:
-    """Accumulates a `Score` over chunks, with the AUC from a fine histogram of probabilities."""
+    """Scores true probabilities on drawn labels, chunk by chunk, with the AUC from a fine histogram of probabilities."""
 
     def __init__(self) -> None:
         self.counts = np.zeros((2, _BINS), np.int64)  # by label and bin
@@ -89,37 +74,20 @@ class _Scorer:
             self.counts[value] += np.bincount(bins[label == value], minlength=_BINS)
         self.logloss -= float(np.log(np.where(label, probability, 1 - probability)).sum())
 
-    def score(self) -> Score | None:
-        """Return the score; None if no rows were added."""
+    def scores(self) -> dict[str, Any] | None:
+        """Return the best that any model can expect; None if no rows were added."""
         negatives, positives = (int(total) for total in self.counts.sum(axis=1))
         rows = negatives + positives
         if not rows:
             return None
         rate, logloss = positives / rows, self.logloss / rows
-        if not negatives or not positives:
-            return Score(rows=rows, label_rate=rate, best_auc=None, best_logloss=logloss, best_ne=None)
-        # Count pairs in which the positive ranks above the negative; ties count half.
-        below = np.cumsum(self.counts[0]) - self.counts[0] / 2
-        auc = float((self.counts[1] * below).sum()) / (negatives * positives)
-        entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
-        return Score(rows=rows, label_rate=rate, best_auc=auc, best_logloss=logloss, best_ne=float(logloss / entropy))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Truth:
-    """Best achievable scores over the whole log and over its last tenth (the test rows of `comera preprocess`)."""
-
-    seed: int
-    scale: float
-    decay: float
-    groups: float
-    whole: Score
-    last_tenth: Score | None
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the truth file's contents: what determines the log, its scores, and the last tenth's under "last_tenth"."""
-        contents = asdict(self)
-        return contents | contents.pop("whole") | {"last_tenth": contents.pop("last_tenth")}
+        auc = ne = None
+        if negatives and positives:
+            # Count pairs in which the positive ranks above the negative; ties count half.
+            below = np.cumsum(self.counts[0]) - self.counts[0] / 2
+            auc = float((self.counts[1] * below).sum()) / (negatives * positives)
+            ne = float(logloss / -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)))
+        return {"rows": rows, "label_rate": rate, "best_auc": auc, "best_logloss": logloss, "best_ne": ne}
 
 
 def truth_path(output: Path) -> Path:
@@ -128,12 +96,17 @@ def truth_path(output: Path) -> Path:
     return stem.with_name(f"{stem.stem}.truth.json")
 
 
-def synth(options: SynthOptions) -> Truth:
+def synth(options: SynthOptions) -> dict[str, Any]:
     """Write a log and its truth file; both depend only on rows, seed, scale, decay and groups.
 
     Raises:
         ValueError: the output, or its truth file, exists.
         OSError: it cannot be written.
+
+    Returns:
+        The truth: what determines the log; rows, label_rate and the best best_auc, best_logloss and best_ne that any model can
+        expect, of which the first and last are None if all labels are equal; and under "last_tenth" the same for the last tenth,
+        the test rows of `comera preprocess`, if it has rows.
     """
     check_output(truth_path(options.output), files=None, overwrite=options.overwrite)
     chosen: dict[str, Any] = {name: getattr(options, name) for name in ("seed", "scale", "decay", "groups")}
@@ -154,11 +127,8 @@ def synth(options: SynthOptions) -> Truth:
             tail = slice(max(test_start - start, 0), None)
             last_tenth.add(rows.label[tail], rows.probability[tail])
             bar.update(len(rows.label))
-    score = whole.score()
-    assert score is not None  # there is at least one row
-    truth = Truth(**chosen, whole=score, last_tenth=last_tenth.score())
-    with replacing(truth_path(options.output)) as path:
-        path.write_text(json.dumps(truth.to_dict(), indent=2) + "\n")
+    truth = chosen | {"last_tenth": last_tenth.scores()} | (whole.scores() or {})
+    write_json(truth_path(options.output), truth)
     return truth
 
 

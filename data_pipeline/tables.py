@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 
-from data_pipeline.cells import to_parsed
+from data_pipeline.cells import parse_table
 from data_pipeline.parse import REASONS_KEPT, Parsed
 from data_pipeline.schema import Column, LogSchema
 
@@ -66,12 +66,6 @@ def _json_type(values: list[Any], column: Column) -> pa.DataType:
     if column.kind in ("hex", "category", "list") and types == {int}:
         return pa.uint64() if any(type(value) is int and value >= 1 << 63 for value in values) else pa.int64()
     return pa.float64()
-
-
-def parse_table(table: pa.Table, schema: LogSchema) -> tuple[Parsed, np.ndarray]:
-    """Parse rows as `data_pipeline.cells.to_parsed` does."""
-    columns = {column.name: table.column(column.source) for column in schema.columns if column.kind != "ignore"}
-    return to_parsed(columns, schema, rows=len(table))
 
 
 def parse_text(text: bytes, schema: LogSchema, layout: Layout) -> Parsed:

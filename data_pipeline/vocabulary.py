@@ -32,11 +32,10 @@ from data_pipeline.count_pass import GroupCounts
 from data_pipeline.errors import UserError
 from data_pipeline.hashing import IdSource, allocate, encode_keys, release, write_table
 from data_pipeline.job import Job
-from data_pipeline.manifest import CategoricalColumn, Shard, check_file, describe_file
+from data_pipeline.manifest import CategoricalColumn, Shard, check_file, describe_file, read_row_groups
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.runs import Counted, Run, merge, merge_in_levels
 from data_pipeline.schema import file_name
-from data_pipeline.verify import read_row_groups
 
 _BLOCK = 1 << 20
 _MOST_IDS = 2**31 - 1

@@ -24,7 +24,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from benchmarks.quality import tables as forms
 from benchmarks.quality.tables import STD, Dense, DoesNotFit, Table, fit_
 from comera_rec import TableCompression, TTEmbeddingBag, TTEmbeddingBagConfig
-from comera_rec.convert.start import start_from_vectors_, starting_rows
+from comera_rec.training.start import start_from_vectors_, starting_rows
 
 MIN_ROWS = 1000
 PER_TABLE: dict[str, type[Table]] = {

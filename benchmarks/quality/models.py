@@ -29,9 +29,9 @@ from benchmarks.quality.storage import BITS, DTYPES, round_, round_dense_, round
 from benchmarks.quality.tables import STD
 from comera_rec import RankConfig, RankScheduler
 from comera_rec.convert import fit_tables_
-from comera_rec.convert.row_order import similar_rows
+from comera_rec.convert.compress import similar_rows
 from comera_rec.rank import rank_param_groups
-from comera_rec.training.metrics import BinaryMetrics
+from comera_rec.training.evaluation import BinaryMetrics
 
 RATES = (0.003, 0.01, 0.03)
 START_RATES = (0.0003, 0.001, 0.003)

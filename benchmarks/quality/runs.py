@@ -9,7 +9,7 @@ test split; validation NE, AUC, logloss and bytes are in `counted`.
 
     --only order=similarity                  ids are numbered by similarity (`data_pipeline.similarity`), not by frequency
     --only order=similarity,start=vectors    and tables start from the vectors that the order follows from
-                                             (`comera_rec.convert.start`); other methods are fitted to the same rows (`tables.fit_`)
+                                             (`comera_rec.training.start`); others are fitted to the same rows (`tables.fit_`)
     --only order=similarity,start=vectors,teacher=dense
                                              and models learn what a trained dense model predicts, for users with random items, too
     --only dtype=int8, dtype=bfloat16        tables are stored in this type, four or two numbers in a float32 number's bytes

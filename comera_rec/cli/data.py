@@ -14,6 +14,7 @@ from comera_rec.cli.errors import tell
 from data_pipeline.errors import UserError
 from data_pipeline.inspection import to_text
 from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, files_of, read_manifest
+from data_pipeline.manifest import verify as verify_data_set
 from data_pipeline.options import PreprocessOptions, format_bytes, parse_bytes
 from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import preprocess as write_data_set
@@ -24,7 +25,6 @@ from data_pipeline.synth import SynthOptions, truth_path
 from data_pipeline.synth import synth as write_log
 from data_pipeline.transform import TransformOptions
 from data_pipeline.transform import transform as transform_logs
-from data_pipeline.verify import verify as verify_data_set
 
 _PATH = click.Path(path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -86,12 +86,10 @@ def synth(rows: int, output: Path, **chosen: Any) -> None:
     start = time.perf_counter()
     truth = write_log(SynthOptions(rows=rows, output=output, **chosen))
     seconds = time.perf_counter() - start
-    for name, score in (("all rows", truth.whole), ("last tenth", truth.last_tenth)):
-        if score and score.best_auc and score.best_ne:
-            click.echo(
-                f"best reachable on {name}: AUC {score.best_auc:.4f}, logloss {score.best_logloss:.4f}, NE {score.best_ne:.4f}"
-                f" (label rate {score.label_rate:.4f})"
-            )
+    line = "best reachable on {}: AUC {best_auc:.4f}, logloss {best_logloss:.4f}, NE {best_ne:.4f} (label rate {label_rate:.4f})"
+    for name, best in (("all rows", truth), ("last tenth", truth["last_tenth"])):
+        if best and best["best_auc"] and best["best_ne"]:
+            click.echo(line.format(name, **best))
     click.echo(f"wrote {output} and {truth_path(output).name} in {seconds:.1f} s ({rows / seconds:,.0f} rows/s)")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from comera_rec.report import require_summary, summary_table, write_report, write_summary
+from comera_rec.report import read_runs, require_summary, summary_table, write_report, write_summary
 from data_pipeline.atomic import require_page
 from data_pipeline.errors import UserError
 
@@ -42,9 +42,10 @@ def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> N
     require_page(page)
     require_summary(summary)
     best_auc = None if truth is None else _best_auc(truth)
-    write_report(list(runs), page, best_auc=best_auc)
-    write_summary(list(runs), summary)
-    click.echo(summary_table(list(runs)))
+    read = read_runs(runs)
+    write_report(read, page, best_auc=best_auc)
+    write_summary(read, summary)
+    click.echo(summary_table(read))
     if best_auc is not None:
         click.echo(f"best reachable AUC on the last tenth of the log: {best_auc:.4f}")
     click.echo(f"wrote {page}")

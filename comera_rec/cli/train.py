@@ -9,7 +9,7 @@ import click
 import torch.distributed as dist
 
 from comera_rec.distributed import WORLD, launcher_number, leave
-from comera_rec.report import write_report
+from comera_rec.report import read_runs, write_report
 from comera_rec.training.config import RunConfig, load_config
 from comera_rec.training.from_runs import start_after
 from comera_rec.training.model import Schema, with_reachable_compression
@@ -86,7 +86,7 @@ def train(
         context.exit(1)
     if not is_first:
         return
-    write_report([trainer.folder], trainer.folder / "report.html")
+    write_report(read_runs([trainer.folder]), trainer.folder / "report.html")
     smaller = f" ({result['ratio']:.1f}x smaller than dense)" if result["params"] < result["dense_params"] else ""
     click.echo(
         f"{config.output}: {result['steps']} steps, {result['split']} AUC {result['auc']:.4f}, NE {result['ne']:.4f}, "

@@ -14,7 +14,6 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from comera_rec.convert.budget import fit_tables_
-from comera_rec.convert.row_order import similar_rows
 from comera_rec.convert.table_compression import TableCompression
 from comera_rec.nn import (
     FilterFn,
@@ -31,9 +30,11 @@ from comera_rec.nn.replacement import reason_for_dense_weight, require_values
 from comera_rec.nn.tt_table import require_plain_rows
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
 from data_pipeline.errors import UserError
+from data_pipeline.similarity import similarity_order
 
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 _INITS = ("random", "tt_svd")
+_COORDINATES = 16  # by which similar rows are found
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -238,6 +239,25 @@ def _row_orders(
         if errors[1] < errors[0]:
             orders[config.name] = order
     return orders
+
+
+def similar_rows(weight: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Return the row that each id gets if similar rows of a trained table become neighbors: int64 [M], a permutation.
+
+    Rows are compared by their leading principal coordinates, in bands of importance as `comera_rec.similarity_order` has them.
+
+    Args:
+        weight: [M, N], the rows of ids.
+        importance: [M], see `fit_tables_`; default the rows' squared lengths, because rows that are often read have moved most.
+    """
+    rows = weight.detach().float()
+    importance = rows.square().sum(1) if importance is None else importance.to(rows)
+    frequent = importance.argsort(descending=True, stable=True)
+    axes = torch.linalg.eigh(rows.mT @ (importance[:, None] * rows))[1].flip(1)[:, :_COORDINATES]
+    coordinates = (rows @ axes)[frequent]
+    vectors = torch.cat([coordinates, coordinates.new_zeros(len(rows), 1)], dim=1)
+    order = torch.from_numpy(similarity_order(vectors.numpy(force=True)))
+    return torch.empty_like(order).index_put_((frequent.cpu()[order],), torch.arange(len(order)))
 
 
 def _tables(model: nn.Module, filter_fn: FilterFn | None) -> Iterator[_Table]:

@@ -12,10 +12,9 @@ from torchrec.models.dlrm import InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from comera_rec.nn import TTLinear, TTModule
+from comera_rec.nn import TTLinear, TTModule, TTTable
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
-from comera_rec.recsys.dlrm import LearnedVector
-from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, StackedFeatures
+from comera_rec.recsys.dlrm import CrossNetwork, LearnedVector, PairwiseInteraction, StackedFeatures
 
 
 def export_dense(model: nn.Module) -> nn.Module:
@@ -82,20 +81,12 @@ def _dense_collection(module: TTEmbeddingBagCollection | TTEmbeddingCollection) 
     dense: Any
     if isinstance(module, TTEmbeddingCollection):
         dense = EmbeddingCollection([config.dense() for config in module.embedding_configs()], device, module.need_indices())
-        tables, layers = module.tables, dense.embeddings
+        tables, layers = module.embeddings, dense.embeddings
     else:
         dense = EmbeddingBagCollection([config.dense() for config in module.embedding_bag_configs()], module.is_weighted(), device)
-        tables, layers = module, dense.embedding_bags
+        tables, layers = module.embedding_bags, dense.embedding_bags
     for name, layer in layers.items():
-        layer.weight = _dense_weight(tables, name)
+        table: Any = tables[name]
+        weight, trained = (table.dense_matrix(), table.core_0) if isinstance(table, TTTable) else (table.weight, table.weight)
+        layer.weight = nn.Parameter(weight.detach().clone().contiguous(), requires_grad=trained.requires_grad)
     return dense
-
-
-def _dense_weight(module: TTEmbeddingBagCollection, table: str) -> nn.Parameter:
-    if table in module.tt_bags:
-        weight, is_trained = module.tt_bag(table).dense_matrix(), module.tt_bag(table).core_0.requires_grad
-    else:
-        assert module.dense_bags is not None
-        weight = module.dense_bags.get_parameter(f"{'embedding_bags' if module.is_pooled else 'embeddings'}.{table}.weight")
-        is_trained = weight.requires_grad
-    return nn.Parameter(weight.detach().clone().contiguous(), requires_grad=is_trained)

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from comera_rec.data.batch import Batch
 from comera_rec.data.batches import ParquetBatches
-from data_pipeline.errors import UserError
 
 
 class BatchLoader:
@@ -19,22 +18,11 @@ class BatchLoader:
 
     Args:
         batches: what to read; one loader at a time may iterate it.
-        prefetch: batches read ahead and kept.
+        prefetch: batches read ahead and kept, at least 1.
         pin_memory: put them in page-locked memory, for asynchronous copies to a GPU.
-
-    Raises:
-        ValueError: if prefetch is below 1. Iterating raises the errors of reading.
     """
 
-    def __init__(
-        self,
-        batches: ParquetBatches,
-        *,
-        prefetch: int = 4,
-        pin_memory: bool = False,
-    ) -> None:
-        if prefetch < 1:
-            raise UserError(f"prefetch must be at least 1 batch, got {prefetch}")
+    def __init__(self, batches: ParquetBatches, *, prefetch: int = 4, pin_memory: bool = False) -> None:
         self.batches, self.prefetch, self.pin_memory = batches, prefetch, pin_memory
         self._state = batches.state_dict()
 

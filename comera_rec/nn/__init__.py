@@ -1,9 +1,7 @@
 """TT modules in plain torch, without TorchRec."""
 
-from comera_rec.nn.attention import MultiheadAttention
 from comera_rec.nn.embedding import TTEmbedding
 from comera_rec.nn.embedding_bag import TTEmbeddingBag
-from comera_rec.nn.heads import ClassificationHead, LanguageModelHead, TiedProjection
 from comera_rec.nn.hot_rows import HotRows
 from comera_rec.nn.linear import TTLinear
 from comera_rec.nn.linear_compression import LinearCompression, compressed_linears
@@ -11,8 +9,12 @@ from comera_rec.nn.replacement import FilterFn, keep_buffers_hooks_and_mode_, pa
 from comera_rec.nn.reranking import rerank_hot_rows_
 from comera_rec.nn.transformer import (
     EMBEDDING_STD,
+    ClassificationHead,
     EncoderBlock,
     FeedForward,
+    LanguageModelHead,
+    MultiheadAttention,
+    TiedProjection,
     TransformerConfig,
     TransformerEncoder,
     dense_embedding,

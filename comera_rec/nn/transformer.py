@@ -1,6 +1,6 @@
-"""Transformer encoders, whose linear layers `comera_rec.compress_` compresses, over a dense or a TT embedding.
+"""Transformer encoders, whose linear layers `comera_rec.compress_` compresses, over a dense or a TT embedding, and output layers.
 
-Shapes: B batch, L positions, D embed_dim, F ff_dim.
+Shapes: B batch, L positions, D embed_dim, H heads of K = D / H features, F ff_dim, C classes, V vocab_size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera_rec.nn.attention import MultiheadAttention
 from comera_rec.nn.embedding import TTEmbedding
 from comera_rec.tt import require_positive
 from data_pipeline.errors import UserError
@@ -66,6 +65,64 @@ class TransformerConfig:
         require_positive(**{name: getattr(self, name) for name in sizes})
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}: give a probability from 0 to below 1")
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention, softmax(Q K^T / sqrt(K)) V in each head, by `scaled_dot_product_attention`.
+
+    Vaswani et al., Attention Is All You Need, section 3.2 (arXiv 1706.03762).
+
+    Args:
+        embed_dim: D.
+        num_heads: H, a divisor of D.
+        dropout: probability of dropping an attention weight.
+
+    Raises:
+        ValueError: for sizes below 1, or a number of heads that doesn't divide `embed_dim`.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        require_positive(embed_dim=embed_dim, num_heads=num_heads)
+        if embed_dim % num_heads:
+            raise UserError(f"num_heads is {num_heads}, which does not divide embed_dim {embed_dim}: choose one of its divisors")
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.query = nn.Linear(embed_dim, embed_dim)
+        self.key = nn.Linear(embed_dim, embed_dim)
+        self.value = nn.Linear(embed_dim, embed_dim)
+        self.output = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, input: Tensor, *, key_padding_mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """Attend over the positions of each sequence.
+
+        Args:
+            input: [B, L, D].
+            key_padding_mask: [B, L] bool, True where a position is padding, which no position attends to, as in
+                `torch.nn.MultiheadAttention`. For a sequence of only padding, the output is the output layer's bias.
+            causal: positions attend only to themselves and those before them.
+
+        Returns:
+            [B, L, D].
+        """
+        query_BHLK, key_BHLK, value_BHLK = (
+            projection(input).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        visible = None if key_padding_mask is None else ~key_padding_mask[:, None, None, :]
+        if visible is not None and causal:
+            length = input.shape[1]
+            visible = visible & torch.ones(length, length, dtype=torch.bool, device=input.device).tril()
+        mixed_BHLK = F.scaled_dot_product_attention(
+            query_BHLK,
+            key_BHLK,
+            value_BHLK,
+            attn_mask=visible,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=causal and visible is None,
+        )
+        mixed: Tensor = self.output(mixed_BHLK.transpose(1, 2).flatten(2))
+        return mixed
 
 
 class FeedForward(nn.Module):
@@ -176,3 +233,64 @@ class TransformerEncoder(nn.Module):
         for block in self.blocks:
             x_BLD = block(x_BLD, key_padding_mask=key_padding_mask, causal=self.config.causal)
         return x_BLD if self.final_norm is None else self.final_norm(x_BLD)
+
+
+class ClassificationHead(nn.Module):
+    """Scores of classes from the hidden state of the first position, as in BERT (Devlin et al., arXiv 1810.04805).
+
+    Args:
+        embed_dim: D.
+        num_classes: C.
+        dropout: probability of dropping a hidden feature.
+    """
+
+    def __init__(self, embed_dim: int, num_classes: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(embed_dim, embed_dim)
+        self.dropout = nn.Dropout(dropout)
+        self.classes = nn.Linear(embed_dim, num_classes)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[B, L, D] -> [B, C]."""
+        scores: Tensor = self.classes(self.dropout(self.hidden(input[:, 0]).tanh()))
+        return scores
+
+
+class TiedProjection(nn.Module):
+    """Scores of all tokens, x E^T + b, where E is the table of the token embedding (Press and Wolf, arXiv 1608.05859).
+
+    Args:
+        embedding: `nn.Embedding`, or `TTEmbedding`, see its `logits`. It is shared, not copied.
+    """
+
+    def __init__(self, embedding: nn.Embedding | TTEmbedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+        parameter = next(embedding.parameters())
+        self.bias = nn.Parameter(parameter.new_zeros(embedding.num_embeddings))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        if isinstance(self.embedding, TTEmbedding):
+            return self.embedding.logits(input) + self.bias
+        return F.linear(input, self.embedding.weight, self.bias)
+
+
+class LanguageModelHead(nn.Module):
+    """Scores of all tokens from hidden states: a hidden layer, GELU and layer normalization, then the projection, as in BERT.
+
+    Args:
+        embed_dim: D.
+        projection: [..., D] -> [..., V]: `TiedProjection(encoder.tokens)`, or a separate layer such as `TTLinear(D, V)`.
+    """
+
+    def __init__(self, embed_dim: int, projection: nn.Module) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(embed_dim, embed_dim)
+        self.norm = nn.LayerNorm(embed_dim)
+        self.projection = projection
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        scores: Tensor = self.projection(self.norm(F.gelu(self.hidden(input))))
+        return scores

@@ -26,22 +26,25 @@ class TaylorScores:
 
     So every step counts alike, whatever the scale of its loss (GradScaler, gradient accumulation, progress of training). Steps
     whose gradients are not finite are left out, as GradScaler does.
+
+    Args:
+        modules: the TT modules of this process by name, which may be none.
     """
 
     decay = 0.98  # averages over about fifty steps
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Mapping[str, TTModule]) -> None:
+        self._modules = modules
         self.mean: Tensor | None = None  # [ranks of all bonds of all modules]
 
-    def observe(self, modules: Sequence[TTModule], total: Callable[[Tensor], Tensor] | None = None) -> None:
+    def observe(self, total: Callable[[Tensor], Tensor] | None = None) -> None:
         """Add a step's gradients to the mean, before they are cleared; doesn't wait for the device.
 
         Args:
-            modules: the TT modules of this process, which may be none.
             total: sums the squares [ranks of these modules] over the modules of all processes, each of which must call it in every
                 step; None for one process.
         """
-        ranks = [rank for module in modules for rank in module.rank_parameters()]
+        ranks = [rank for module in self._modules.values() for rank in module.rank_parameters()]
         if total is None and all(rank.grad is None for rank in ranks):
             return
         values = [rank.detach().double() * (0.0 if rank.grad is None else rank.grad.double()) for rank in ranks]
@@ -51,30 +54,24 @@ class TaylorScores:
         mean = shares if self.mean is None else self.mean
         self.mean = torch.where(sum_.isfinite() & (sum_ > 0), mean.lerp(shares, 1 - self.decay), mean)
 
-    def scores(self, modules: Sequence[TTModule]) -> list[list[Tensor]]:
-        """Return the scores [r_k] of every module and bond.
-
-        Raises:
-            ValueError: if no gradients were seen.
-        """
-        if self.mean is None and modules:
+    def scores(self) -> dict[str, list[Tensor]]:
+        """Return the scores [r_k] of every module's bonds, by name; ValueError if no gradients were seen."""
+        if self.mean is None and self._modules:
             raise UserError(NO_GRADIENTS)
-        if self.mean is None:
-            return []
-        bonds = iter(self.mean.split([len(rank) for module in modules for rank in module.rank_parameters()]))
-        return [[next(bonds) for _ in module.rank_parameters()] for module in modules]
+        return {name: list(part.split(self._modules[name].shape.ranks)) for name, part in self._parts().items()}
 
-    def by_name(self, modules: Mapping[str, TTModule]) -> dict[str, list[float]]:
+    def state_dict(self) -> dict[str, list[float]]:
         """Return the scores of each module by name, [ranks of all its bonds]; empty before the first gradients."""
-        if self.mean is None:
-            return {}
-        sizes = [sum(module.shape.ranks) for module in modules.values()]
-        return {name: part.tolist() for name, part in zip(modules, self.mean.cpu().split(sizes), strict=True)}
+        return {name: part.tolist() for name, part in self._parts().items()}
 
-    def load_by_name(self, parts: Mapping[str, Sequence[float]], modules: Mapping[str, TTModule]) -> None:
-        """Restore what `by_name` returned, possibly in a process with other modules than the one that saved it."""
-        values = [value for name in modules for value in parts.get(name, ())]
-        device = next((module.core_0.device for module in modules.values()), None)
+    def _parts(self) -> dict[str, Tensor]:
+        sizes = [sum(module.shape.ranks) for module in self._modules.values()]
+        return {} if self.mean is None else dict(zip(self._modules, self.mean.split(sizes), strict=True))
+
+    def load_state_dict(self, parts: Mapping[str, Sequence[float]]) -> None:
+        """Restore what `state_dict` returned, possibly in a process with other modules than the one that saved it."""
+        values = [value for name in self._modules for value in parts.get(name, ())]
+        device = next((module.core_0.device for module in self._modules.values()), None)
         self.mean = torch.tensor(values, dtype=torch.float64, device=device) if parts else None
 
     def slice_(self, masks: Sequence[Sequence[Tensor]]) -> None:

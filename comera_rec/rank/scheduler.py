@@ -87,7 +87,7 @@ class RankScheduler:
         self.target: int | None = None
         self.target_loss = config.target_loss
         self.history: list[dict[str, Any]] = []
-        self._taylor = TaylorScores()
+        self._taylor = TaylorScores(self._modules)
         # Running mean of the task loss; NaN before the first finite one. A tensor, so that no step waits for the device.
         self._mean_loss = torch.tensor(math.nan, dtype=torch.float32, device=next(model.parameters()).device)
         self._other_bytes = bytes_outside(model, self._modules.values()) if other_bytes is None else other_bytes
@@ -172,7 +172,7 @@ class RankScheduler:
         if self.stage == "done":
             return False
         if self.stage == "late" and not self._prices_size:
-            self._taylor.observe(list(self._modules.values()), self._total_of_shares if WORLD.several else None)
+            self._taylor.observe(self._total_of_shares if WORLD.several else None)
         early_ends = self.stage == "early" and self.steps >= self.config.early_steps
         late_ends = self.stage == "late" and self.steps - self.late_start >= self.config.late_steps
         if not (early_ends or late_ends or self.steps % self.config.truncate_every == 0):
@@ -219,7 +219,7 @@ class RankScheduler:
         scores = self._taylor.mean
         if WORLD.several and scores is not None and not float(self._total_of_shares(scores)):
             raise UserError(NO_GRADIENTS)  # on all processes at once
-        return dict(zip(self._modules, self._taylor.scores(list(self._modules.values())), strict=True))
+        return self._taylor.scores()
 
     def _total_of_shares(self, shares: Tensor) -> Tensor:
         """Sum shares [ranks of this process's modules] over the modules of all processes."""
@@ -309,7 +309,7 @@ class RankScheduler:
             **state,
             "history": list(self.history),
             "mean_loss": self._mean_task_loss(),
-            "taylor": WORLD.merge(self._taylor.by_name(self._modules)),
+            "taylor": WORLD.merge(self._taylor.state_dict()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -318,7 +318,7 @@ class RankScheduler:
             setattr(self, name, state[name])
         self.history = list(state["history"])
         self._mean_loss.fill_(math.nan if state["mean_loss"] is None else state["mean_loss"])
-        self._taylor.load_by_name(state["taylor"], self._modules)
+        self._taylor.load_state_dict(state["taylor"])
 
 
 def allowed_size(progress: float, target: float) -> float:

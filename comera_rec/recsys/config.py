@@ -23,13 +23,14 @@ _SAMPLED = 1 << 24  # the most entries that are drawn from an `init_fn` to estim
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 
 
+@dataclass(eq=False)
 class _TTFields(BaseEmbeddingConfig):
-    """Common part of the configs of pooled and unpooled tables; each adds the three fields to a TorchRec config, `_plain`."""
+    """Common part of the configs of pooled and unpooled tables: the fields that each adds to a TorchRec config, `_plain`."""
 
     _plain: ClassVar[type[Any]]
-    tt_ranks: int | tuple[int, ...] | None
-    shape: TTShape | None
-    hot_rows: Blocks
+    tt_ranks: int | tuple[int, ...] | None = None
+    shape: TTShape | None = None
+    hot_rows: Blocks = ()
 
     def __post_init__(self) -> None:
         try:
@@ -112,9 +113,6 @@ class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
             for hot rows of a table that stays dense, or more of them than it has rows.
     """
 
-    tt_ranks: int | tuple[int, ...] | None = None
-    shape: TTShape | None = None
-    hot_rows: Blocks = ()
     _plain = EmbeddingBagConfig
 
     def with_changes(self, **changes: Any) -> TTEmbeddingBagConfig:
@@ -133,9 +131,6 @@ class TTEmbeddingConfig(_TTFields, EmbeddingConfig):
         ValueError: as `TTEmbeddingBagConfig`.
     """
 
-    tt_ranks: int | tuple[int, ...] | None = None
-    shape: TTShape | None = None
-    hot_rows: Blocks = ()
     _plain = EmbeddingConfig
 
     def pooled(self) -> TTEmbeddingBagConfig:

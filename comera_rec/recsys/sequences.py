@@ -20,7 +20,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingConfig
-from comera_rec.recsys.keyed import require_features, take_weights
+from comera_rec.recsys.keyed import take_weights
 from data_pipeline.errors import UserError
 
 
@@ -107,7 +107,6 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     @one_call_in_fx
     def _look_up(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         features = maybe_td_to_kjt(features, None)
-        require_features(features, self._configs, is_pooled=False)
         sequences: dict[str, JaggedTensor] = self.by_key(self.tables(features), features)
         return sequences
 

@@ -17,8 +17,8 @@ import jinja2
 from markupsafe import Markup
 
 from comera_rec.report import charts
-from comera_rec.report.runs import BASELINE, Run, read_runs
-from data_pipeline.atomic import replacing
+from comera_rec.report.runs import BASELINE, Run
+from data_pipeline.atomic import replacing, write_json
 from data_pipeline.errors import UserError
 
 _SUMMARY_KEYS = (
@@ -27,20 +27,12 @@ _SUMMARY_KEYS = (
 )
 
 
-def write_summary(runs: list[Path], path: Path) -> None:
-    """Write a JSON file that maps each run's folder name to its numbers; those that a run lacks are null.
-
-    Raises:
-        ValueError: a folder is not a run, or the path holds something else.
-    """
-    require_summary(path)
-    summary = {
-        run.folder.resolve().name: {"finished": bool(run.result)} | {key: run.value(key) for key in _SUMMARY_KEYS}
-        for run in read_runs(runs)
+def write_summary(runs: list[Run], path: Path) -> None:
+    """Write a JSON file that maps each run's folder name to its numbers; those that a run lacks are null."""
+    numbers = {
+        run.folder.resolve().name: {"finished": bool(run.result)} | {key: run.value(key) for key in _SUMMARY_KEYS} for run in runs
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as beside:
-        beside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(path, numbers)
 
 
 def require_summary(path: Path) -> None:
@@ -119,16 +111,11 @@ def _baseline(runs: list[Run]) -> Run | None:
     return next((run for run in runs if not run.color), None)
 
 
-def summary_table(runs: list[Path]) -> str:
-    """Return the comparison as text, one line per run, followed by a line that relates it to the dense run.
-
-    Raises:
-        ValueError: a folder is not a run.
-    """
-    read = read_runs(runs)
-    baseline = _baseline(read)
+def summary_table(runs: list[Run]) -> str:
+    """Return the comparison as text, one line per run, followed by a line that relates it to the dense run."""
+    baseline = _baseline(runs)
     rows = [["run", *(column.title for column in COLUMNS)]]
-    for run in read:
+    for run in runs:
         cells = [_cell(column, run, baseline) for column in COLUMNS]
         rows.append([run.name if run.result else f"{run.name} (step {run.step}, not finished)", *(value for value, _ in cells)])
         if any(relative for _, relative in cells):
@@ -138,34 +125,32 @@ def summary_table(runs: list[Path]) -> str:
     return "\n".join(line.rstrip() for line in [lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def write_report(runs: list[Path], output: Path, *, best_auc: float | None = None) -> None:
+def write_report(runs: list[Run], output: Path, *, best_auc: float | None = None) -> None:
     """Write one HTML page that compares runs and needs nothing else: styles, script and drawings are inside.
 
     Args:
-        runs: folders of runs, finished or not.
+        runs: finished or not.
         output: the page's path; it appears there whole or not at all.
         best_auc: the best AUC that any model can reach, where it is known.
 
     Raises:
-        ValueError: a folder is not a run.
         OSError: the page cannot be written.
     """
-    read = read_runs(runs)
-    baseline = _baseline(read)
+    baseline = _baseline(runs)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"count": count, "id": id, "json": lambda value: json.dumps(value, indent=2)}
     page = environment.get_template("report.html.j2").render(
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        runs=read,
+        runs=runs,
         columns=COLUMNS,
-        cells={id(run): [_cell(column, run, baseline) for column in COLUMNS] for run in read},
+        cells={id(run): [_cell(column, run, baseline) for column in COLUMNS] for run in runs},
         baseline=baseline,
-        highlights=_highlights(read, baseline),
+        highlights=_highlights(runs, baseline),
         best_auc=best_auc,
-        curves=[(title, Markup(svg)) for title, svg in charts.curves(read, best_auc=best_auc)],
-        ranks={id(run): Markup(charts.ranks_over_time(run)) for run in read if len(run.ranks) > 1},
+        curves=[(title, Markup(svg)) for title, svg in charts.curves(runs, best_auc=best_auc)],
+        ranks={id(run): Markup(charts.ranks_over_time(run)) for run in runs if len(run.ranks) > 1},
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(output) as beside:

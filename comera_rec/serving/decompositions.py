@@ -14,10 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def _complete_cumsum(t_in: Tensor) -> Tensor:
-    return F.pad(t_in.cumsum(0), (1, 0)).to(t_in.dtype)
-
-
 def _to_padded_dense(values: Tensor, offsets: list[Tensor], max_lengths: list[int], padding_value: float = 0.0) -> Tensor:
     """[V, N] or [V], one list of offsets [B + 1] -> [B, L, N] or [B, L]."""
     (starts, ends), (length,) = (offsets[0][:-1], offsets[0][1:]), max_lengths
@@ -25,10 +21,6 @@ def _to_padded_dense(values: Tensor, offsets: list[Tensor], max_lengths: list[in
     padded = torch.cat([values, values.new_full((1, *values.shape[1:]), padding_value)])
     rows: Tensor = padded[torch.where(index_BL < ends[:, None], index_BL, values.shape[0])]
     return rows
-
-
-def _2d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: int) -> Tensor:
-    return _to_padded_dense(values, [offsets], [max_sequence_length])
 
 
 def permuted(
@@ -43,8 +35,10 @@ def permuted(
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.fbgemm.asynchronous_complete_cumsum.default: _complete_cumsum,
+    torch.ops.fbgemm.asynchronous_complete_cumsum.default: lambda t_in: F.pad(t_in.cumsum(0), (1, 0)).to(t_in.dtype),
     torch.ops.fbgemm.jagged_to_padded_dense.default: _to_padded_dense,
-    torch.ops.fbgemm.jagged_2d_to_dense.default: _2d_to_dense,
+    torch.ops.fbgemm.jagged_2d_to_dense.default: lambda values, offsets, max_sequence_length: _to_padded_dense(
+        values, [offsets], [max_sequence_length]
+    ),
     torch.ops.fbgemm.permute_2D_sparse_data.default: permuted,
 }

@@ -20,21 +20,22 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 
-from comera_rec.nn import TTEmbedding, TTEmbeddingBag, TTLinear, TTModule
+from comera_rec.nn import TTEmbedding, TTEmbeddingBag, TTLinear, TTModule, TTTable
 from comera_rec.ops.native import ops
-from comera_rec.ops.served_bags import DTYPES, ServedTable
+from comera_rec.ops.served_bags import DTYPES, ServedTable, Slab
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
-from comera_rec.recsys.interaction import PairwiseInteraction
+from comera_rec.recsys.dlrm import PairwiseInteraction
 from comera_rec.serving.decompositions import permuted
 from comera_rec.serving.lookups import FastTables, PortableTables, ServedTables
-from comera_rec.serving.tables import served_table
-from comera_rec.tt import contract
+from comera_rec.tt import contract, first_rows
 from data_pipeline.errors import UserError
 
 FORMS: dict[str, type[PortableTables | FastTables]] = {"portable": PortableTables, "fast": FastTables}
 COLLECTIONS = (
     TTEmbeddingBagCollection, TTEmbeddingCollection, EmbeddingBagCollection, FusedEmbeddingBagCollection, EmbeddingCollection,
 )  # fmt: skip
+_WORTH = 2.0  # two products must read this many times fewer numbers to be worth one more call
+_WIDE = 0.75  # share of the columns: rows of wider slabs are formed in advance, because adding them would read about as much
 Tables = Callable[[Sequence[ServedTable]], ServedTables]
 Called = list[tuple[KeyedJaggedTensor, nn.Module]]
 
@@ -128,16 +129,13 @@ class _Lookup(NamedTuple):
 def _collection(module: nn.Module, keys: list[str], tables: Tables) -> nn.Module:
     """Return the serving form of a collection that is called with the given keys."""
     made: Any = module
-    is_ours, is_pooled = hasattr(made, "tt_bags") or hasattr(made, "tables"), hasattr(made, "embedding_bag_configs")
-    configs = _configs(module)
-    collection = made.tables if is_ours and not is_pooled else made
-    dense = collection.dense_bags if is_ours else collection
-    weights = {name.split(".")[1]: rows for name, rows in dense.state_dict().items()} if dense is not None else {}
+    configs, is_pooled = _configs(module), hasattr(made, "embedding_bag_configs")
+    layers = made.embedding_bags if is_pooled else made.embeddings
     lookups = []
     for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
-        is_tt = is_ours and config.name in collection.tt_bags
-        source = collection.tt_bag(config.name) if is_tt else weights[config.name]
-        table = served_table(source, mean=is_pooled and config.pooling == PoolingType.MEAN)
+        layer = layers[config.name]
+        weights = layer if isinstance(layer, TTTable) else layer.weight
+        table = served_table(weights, mean=is_pooled and config.pooling == PoolingType.MEAN)
         lookups += [_Lookup(name, table, feature) for name, feature in zip(names, config.feature_names, strict=True)]
     if is_pooled:
         return _BagCollection(keys, lookups, tables, is_weighted=made.is_weighted())
@@ -311,4 +309,41 @@ def serving_layer(layer: TTLinear) -> nn.Module:
     return nn.Sequential(first, second)
 
 
-_WORTH = 2.0  # two products must read this many times fewer numbers to be worth one more call
+def served_table(weights: TTTable | Tensor, *, name: str = "", mean: bool = False) -> ServedTable:
+    """Convert a TT table, or the rows of a dense one; bags of the result are averaged if `mean`."""
+    if isinstance(weights, Tensor):
+        formed = weights.detach().float()
+        return ServedTable(name=name, rows=len(formed), columns=formed.shape[1], mean=mean, formed=formed)
+    cores, slabs = _folded(weights)
+    rows, columns = weights.num_embeddings, weights.embedding_dim
+    wide = list(itertools.takewhile(lambda slab: slab.rows.shape[1] >= _WIDE * columns, slabs))
+    added = [slab.rows @ slab.columns for slab in wide]
+    formed = torch.cat([torch.empty(0, columns), *added])
+    if wide:
+        formed += first_rows([core.permute(1, 0, 3, 2) for core in cores], weights.shape.row_shape, len(formed), columns)
+        slabs = (*(Slab(rows=slab.rows[:, :0], columns=slab.columns[:0]) for slab in wide), *slabs[len(wide) :])
+    if len(formed) == rows:
+        cores, slabs = (), ()
+    return ServedTable(
+        name=name, rows=rows, columns=columns, mean=mean, formed=formed, cores=cores, slabs=slabs, row_order=weights.lookup_order
+    )
+
+
+def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
+    """Return cores and slabs with the diagonals multiplied in.
+
+    For each rank, the scale is spread evenly over the two cores beside it, so the numbers of a slice have similar sizes and fit few
+    bits.
+    """
+    cores: list[Tensor] = [core.detach().float() for core in table.cores()]
+    for k, diagonal in enumerate(table.rank_parameters(), start=1):
+        scale = diagonal.detach().float().flatten()
+        before, after = cores[k - 1].pow(2).sum((0, 1, 2)).sqrt(), cores[k].pow(2).sum((1, 2, 3)).sqrt()
+        balance = (after * scale.abs() / before).sqrt()
+        balance = torch.where(balance.isfinite() & (balance > 0), balance, 1.0)
+        cores[k - 1 : k + 1] = cores[k - 1] * balance, cores[k] * (scale / balance)[:, None, None, None]
+    slabs = []
+    for block in table.hot_blocks():
+        rows, projection, scale = (part.detach().float() for part in block.block())
+        slabs.append(Slab(rows=rows[0, :, 0].contiguous(), columns=scale.view(-1, 1) * projection[:, 0, :, 0]))
+    return tuple(core.permute(1, 0, 3, 2).contiguous() for core in cores), tuple(slabs)

@@ -13,10 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import lzma
-import struct
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -157,8 +154,6 @@ class ModelMetadata:
 
 
 _REMEDY = "give a MODEL.pt2 that `comera export` wrote"
-# Raised by zipfile, and by what it calls, for bad bytes.
-_BAD = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, ValueError, OSError, EOFError, RuntimeError, OverflowError)
 
 
 def require_package(path: Path) -> None:
@@ -168,7 +163,7 @@ def require_package(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             is_package = any(name.endswith(("_metadata.json", METADATA)) for name in archive.namelist())
-    except _BAD:
+    except Exception:  # of zipfile, and of what it calls, for bad bytes
         is_package = False
     if not is_package:
         raise UserError(f"{path} exists and is not a package of `comera export`: choose another name")
@@ -229,7 +224,7 @@ def _read(file: BinaryIO, path: Path, *, check: bool = False) -> ModelMetadata:
             version = record.get("format_version")
             if check and version == FORMAT_VERSION:
                 _require_whole(archive)
-    except _BAD as error:
+    except Exception as error:  # of zipfile, and of what it calls, for bad bytes
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{path} is not a package, or a damaged one ({reason}): {_REMEDY}") from error
     if text is None:

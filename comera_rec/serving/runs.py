@@ -13,8 +13,7 @@ from comera_rec.data import ParquetBatches
 from comera_rec.serving.export import Run, put_in_place, write_package
 from comera_rec.serving.package import ModelMetadata, RunMetadata, ServingModel
 from comera_rec.serving.vocabularies import check_vocabularies, encoding_of
-from comera_rec.training.evaluation import evaluate
-from comera_rec.training.metrics import OneClass
+from comera_rec.training.evaluation import OneClass, evaluate
 from comera_rec.training.model import Schema
 from comera_rec.training.runs import load_run, require_data
 from data_pipeline.errors import UserError

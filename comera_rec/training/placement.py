@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection
@@ -17,7 +16,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.keyed import KeyedOptimizer
 
 from comera_rec.distributed import WORLD, launcher_number
@@ -103,10 +101,8 @@ def _shard(model: nn.Module, device: torch.device, batch_size: int, lr_tables: f
     local_world_size = min(launcher_number("LOCAL_WORLD_SIZE", WORLD.size), WORLD.size)
     topology = Topology(WORLD.size, device.type, local_world_size=local_world_size, **_room(device, local_world_size))
     planner = TTShardingPlanner(topology, batch_size, constraints=constraints)
-    plan = WORLD.on_first(lambda: planner.plan(model, sharders))
-    assert dist.group.WORLD is not None
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=sharders)
+    plan = planner.collective_plan(model, sharders)
+    return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
 
 
 def _room(device: torch.device, processes_of_host: int) -> dict[str, int]:

@@ -37,7 +37,7 @@ from comera_rec.training.runs import CHECKPOINTS, fingerprint, load_teacher, req
 from comera_rec.training.start import StartingVectors
 from comera_rec.training.step import TrainingStep
 from comera_rec.training.stopping import Interrupted, StopSignals
-from data_pipeline.atomic import replacing
+from data_pipeline.atomic import write_json
 from data_pipeline.manifest import read_manifest
 
 _READERS = 8  # readers of a run's batches, which 1, 2, 4 and 8 processes can share equally
@@ -183,7 +183,7 @@ class Trainer:
                 with self.signals:
                     self._run()
                     result = self._result()
-                WORLD.on_first(lambda: _write_json(path, result))
+                WORLD.on_first(lambda: write_json(path, result))
             finally:
                 if self.log:
                     self.log.close()
@@ -192,7 +192,7 @@ class Trainer:
         return WORLD.on_first(lambda: dict(json.loads(path.read_text())))
 
     def _write_config(self) -> None:
-        _write_json(self.folder / "config.json", self.config.to_dict())
+        write_json(self.folder / "config.json", self.config.to_dict())
 
     def _open_log(self) -> None:
         self._write_config()
@@ -338,9 +338,3 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as beside:
-        beside.write_text(json.dumps(value, indent=2) + "\n")

@@ -15,7 +15,7 @@ from torchrec.optim import RowWiseAdagrad
 import comera_rec as cr
 from comera_rec import TTEmbeddingBag, TTShape
 from comera_rec.convert import fit_tables_, row_importance
-from comera_rec.convert.row_order import similar_rows
+from comera_rec.convert.compress import similar_rows
 from comera_rec.tt import tt_svd, tt_to_dense
 
 SIZES = {"user": 2000, "item": 900, "day": 7}

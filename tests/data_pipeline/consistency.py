@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_pipeline import verify as files
+from data_pipeline import manifest as files
 from data_pipeline.hashing import IdSource, encode_keys
 from data_pipeline.manifest import CategoricalColumn, Manifest
 from data_pipeline.similarity import band_of

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_logs import make, read
 
-from data_pipeline.cells import to_parsed
+from data_pipeline.cells import parse_table
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import Column, LogSchema
@@ -29,7 +29,7 @@ MARKS = ("NA", "NaN")
 def cells(array: pa.Array, missing: tuple[str, ...] = (), **column: Any) -> tuple[list[Any], list[str]]:
     """Read a column x; return the values of its well-formed rows, None where missing, and the reasons for the other rows."""
     schema = LogSchema(columns=(Column(name="x", **column),), missing=missing)
-    parsed, _ = to_parsed({"x": array}, schema, rows=len(array))
+    parsed, _ = parse_table(pa.table({"x": array}), schema)
     if column["kind"] == "list":
         values = np.split(parsed.list_keys[0], parsed.list_ends[0])[:-1]
         return [value.tolist() for value in values], [reason for _, reason in parsed.reasons]

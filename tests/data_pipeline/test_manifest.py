@@ -13,8 +13,7 @@ from random_logs import make
 
 from comera_rec.cli.data import inspect
 from data_pipeline.inspection import to_text
-from data_pipeline.manifest import Manifest, check_shards, read_manifest
-from data_pipeline.verify import verify
+from data_pipeline.manifest import Manifest, check_shards, read_manifest, verify
 
 
 def edit(data: Path, change: Callable[[dict], object]) -> None:

@@ -29,20 +29,20 @@ def test_log_and_truth(tmp_path: Path) -> None:
     drawn = PlantedModel(seed=3, scale=0.05).rows(np.random.default_rng([3, 0]).random((30_000, DRAWS)))
     label = log[0].astype(int).to_numpy()
     np.testing.assert_array_equal(label, drawn.label)
-    assert truth.whole.label_rate == label.mean() == pytest.approx(0.25, abs=0.015)
+    assert truth["label_rate"] == label.mean() == pytest.approx(0.25, abs=0.015)
     assert drawn.probability.mean() == pytest.approx(label.mean(), abs=0.01)
-    assert truth.whole.best_auc == pytest.approx(exact_auc(label, drawn.probability), abs=1e-5)
+    assert truth["best_auc"] == pytest.approx(exact_auc(label, drawn.probability), abs=1e-5)
     likelihood = np.where(label == 1, drawn.probability, 1 - drawn.probability)
-    assert truth.whole.best_logloss == pytest.approx(-np.log(likelihood).mean())
+    assert truth["best_logloss"] == pytest.approx(-np.log(likelihood).mean())
     rate = label.mean()
     entropy = -rate * np.log(rate) - (1 - rate) * np.log(1 - rate)
-    assert truth.whole.best_ne == pytest.approx(truth.whole.best_logloss / entropy)
-    assert truth.last_tenth is not None
-    assert truth.last_tenth.rows == 3000
-    assert truth.last_tenth.best_auc == pytest.approx(exact_auc(label[27_000:], drawn.probability[27_000:]), abs=1e-4)
+    assert truth["best_ne"] == pytest.approx(truth["best_logloss"] / entropy)
+    assert truth["last_tenth"] is not None
+    assert truth["last_tenth"]["rows"] == 3000
+    assert truth["last_tenth"]["best_auc"] == pytest.approx(exact_auc(label[27_000:], drawn.probability[27_000:]), abs=1e-4)
 
     written = json.loads((tmp_path / "raw" / "train.truth.json").read_text())
-    assert written == truth.to_dict()
+    assert written == truth
     assert (written["rows"], written["seed"], written["scale"]) == (30_000, 3, 0.05)
     assert set(written["last_tenth"]) == {"rows", "label_rate", "best_auc", "best_logloss", "best_ne"}
 

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -76,8 +75,6 @@ def test_what_is_no_plan_for_tt_tables_is_refused() -> None:
         stock.plan(users, [sharder])
     with pytest.raises(ValueError, match="the TT tables of '0' have no sharder: add TTEmbeddingBagCollectionSharder"):
         cr.TTShardingPlanner(topology).plan(users, get_default_sharders())
-    with pytest.raises(ValueError, match="the enumerator knows no TT tables"):
-        cr.TTShardingPlanner(topology, enumerator=EmbeddingEnumerator(topology, 8))
     with pytest.raises(ValueError, match="can't be sharded over groups of processes that are replicas"):
         sharder.shard(users[0], {}, object.__new__(ShardingEnv2D))
 
@@ -162,8 +159,6 @@ def test_storage_counts_the_optimizers_states_and_the_tables_type() -> None:
         2 * count_bytes("data_parallel", shape, *sizes, item=2)["gradients"]
         == count_bytes("data_parallel", shape, *sizes)["gradients"]
     )
-    with pytest.raises(ValueError, match="optimizer_states is -1: give 2 for Adam"):
-        cr.TTShardingPlanner(Topology(world_size=2, compute_device="cpu"), optimizer_states=-1)
 
 
 # Bytes per ms of an H100, of NVLink and of a network adapter for each GPU, at six tenths of the data sheets' rates.

@@ -17,8 +17,8 @@ import comera_rec as cr
 from comera_rec import TTEmbedding, TTEmbeddingBag, TTShape
 from comera_rec.nn import TTModule, rerank_hot_rows_, update_in_backward_
 from comera_rec.rank import keep_ranks_
+from comera_rec.serving.forms import served_table
 from comera_rec.serving.lookups import FastTables, PortableTables
-from comera_rec.serving.tables import served_table
 from comera_rec.tt import blocks_params, choose_hot_blocks
 
 BLOCKS = ((4, 3), (20, 2))

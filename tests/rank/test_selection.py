@@ -141,9 +141,9 @@ def observed(module: TTModule, scale: float = 1.0) -> list[Tensor]:
     direction = torch.randn(module.num_rows, module.num_cols, generator=generator, dtype=torch.float64)
     module.zero_grad()
     (scale * (module.dense_matrix() * direction).sum()).backward()
-    scores = TaylorScores()
-    scores.observe([module])
-    return scores.scores([module])[0]
+    scores = TaylorScores({"layer": module})
+    scores.observe()
+    return scores.scores()["layer"]
 
 
 def rescale_(module: TTModule) -> None:
@@ -177,24 +177,25 @@ def test_neither_the_gauge_nor_the_scale_of_the_loss_matters(module: TTModule) -
 
 
 def test_scores_are_a_running_mean_of_shares() -> None:
-    module, scores = MODULES["order 2"](), TaylorScores()
+    module = MODULES["order 2"]()
+    scores = TaylorScores({"layer": module})
     shares = torch.eye(5, dtype=torch.float64)[:3]  # each step's loss depends on one rank only
     for share in shares:
         module.rank_1.grad = share[:, None] / module.rank_1.detach()
-        scores.observe([module])
+        scores.observe()
     expected = 0.98**2 * shares[0] + 0.98 * 0.02 * shares[1] + 0.02 * shares[2]
-    torch.testing.assert_close(scores.scores([module])[0][0], expected)
+    torch.testing.assert_close(scores.scores()["layer"][0], expected)
 
 
 def test_steps_without_finite_gradients_change_no_score() -> None:
     module = MODULES["order 2"]()
-    scores = TaylorScores()
+    scores = TaylorScores({"layer": module})
     with pytest.raises(ValueError, match=r"step\(\) found no gradients: call it after optimizer.step\(\), before zero_grad"):
-        scores.scores([module])
+        scores.scores()
     for gradient in (torch.ones(5), torch.full((5,), torch.inf), torch.zeros(5), None):
         module.rank_1.grad = None if gradient is None else gradient.double()[:, None]
-        scores.observe([module], torch.sum)
-        torch.testing.assert_close(scores.scores([module])[0][0], torch.full((5,), 0.2, dtype=torch.float64))
+        scores.observe(torch.sum)
+        torch.testing.assert_close(scores.scores()["layer"][0], torch.full((5,), 0.2, dtype=torch.float64))
 
 
 shapes = st.builds(

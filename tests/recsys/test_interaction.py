@@ -14,7 +14,7 @@ from torchrec.modules.crossnet import LowRankCrossNet
 
 from comera_rec.ops import interact
 from comera_rec.ops.interaction import pairwise_products
-from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, stack_features
+from comera_rec.recsys.dlrm import CrossNetwork, PairwiseInteraction, stack_features
 
 
 def inputs(batch: int, features: int, dim: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

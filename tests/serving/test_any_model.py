@@ -29,9 +29,8 @@ from comera_rec.nn import TTModule, TTTable
 from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.rank import truncate_ranks_
 from comera_rec.serving.arguments import flattened, named_arguments, named_outputs
-from comera_rec.serving.forms import FORMS, serving_copy, serving_layer
+from comera_rec.serving.forms import FORMS, served_table, serving_copy, serving_layer
 from comera_rec.serving.package import ServingModel, read_metadata
-from comera_rec.serving.tables import served_table
 
 OUTSIDE = """
 import sys

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import torch
 
 from comera_rec.serving.package import ServingModel
-from data_pipeline.apply import flat_rows
+from comera_rec.serving.score import flat_rows
 from data_pipeline.manifest import file_sha256, read_manifest
 
 ROWS = 5

@@ -22,9 +22,8 @@ from warm_command import run_commands
 
 from comera_rec.cli.serve import serve
 from comera_rec.serving.package import ServingModel
-from comera_rec.serving.score import ScoreOptions, score
+from comera_rec.serving.score import ScoreOptions, flat_rows, score
 from comera_rec.serving.server import ServeOptions, Server
-from data_pipeline.apply import flat_rows
 from data_pipeline.manifest import read_manifest
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess

@@ -19,8 +19,7 @@ from comera_rec.distributed import WORLD
 from comera_rec.training import checkpoint
 from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
-from comera_rec.training.evaluation import evaluate
-from comera_rec.training.metrics import BinaryMetrics
+from comera_rec.training.evaluation import BinaryMetrics, evaluate
 from comera_rec.training.runs import load_run
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Trainer

@@ -22,15 +22,15 @@ import torch.distributed as dist
 from processes import run as run_processes
 
 from comera_rec.convert import compression_report
-from comera_rec.convert.start import start_from_vectors_, starting_rows
 from comera_rec.nn import TTEmbeddingBag, TTTable
 from comera_rec.report import charts
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import load_config
+from comera_rec.training.evaluation import BinaryMetrics
 from comera_rec.training.from_runs import compress_run
-from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.model import Schema, table_configs
 from comera_rec.training.runs import load_run, require_fit
+from comera_rec.training.start import start_from_vectors_, starting_rows
 from comera_rec.training.stopping import Interrupted, StopSignals
 from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest

@@ -1,11 +1,10 @@
 """TT tables on TorchRec's engine: sharded for DistributedModelParallel, and their true cost in its planner."""
 
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
-from comera_rec.recsys.sharding.data_parallel import rewrap_data_parallel_
-from comera_rec.recsys.sharding.managed_collisions import TTManagedCollisionEmbeddingBagCollectionSharder
-from comera_rec.recsys.sharding.optimizer_state import load_optimizer_state_, optimizer_state
+from comera_rec.recsys.sharding.optimizers import load_optimizer_state_, optimizer_state
 from comera_rec.recsys.sharding.planner import TTShardingPlanner
-from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder
+from comera_rec.recsys.sharding.replicas import rewrap_data_parallel_
+from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder, TTManagedCollisionEmbeddingBagCollectionSharder
 
 __all__ = [
     "ShardedTTEmbeddingBagCollection",

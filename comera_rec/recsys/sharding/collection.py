@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import register_pytree_node
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection, pad_vbe_kjt_lengths
@@ -37,7 +35,7 @@ from comera_rec.ops import check_ids
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
 from comera_rec.recsys.keyed import in_order, repeated, require_features
-from comera_rec.recsys.sharding.fused_optimizer import FusedTTOptimizer, is_fused, new_optimizers
+from comera_rec.recsys.sharding.optimizers import FusedTTOptimizer, is_fused, new_optimizers
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, Part, Placement, RowShard, RowWise, data_parallel, table_wise
 from data_pipeline.errors import UserError
 
@@ -151,14 +149,11 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         sharded = {name: bag for part in self._parts for name, bag in part.bags.items()}
         self.tt_bags = nn.ModuleDict({config.name: sharded[config.name] for config in tables if config.name in sharded})
         self._input_dists = [part.input_dist for part in self._parts]  # where TorchRec's pipelines look for them
-        self._mesh = DeviceMesh.from_group(group, device.type) if divided else None
         fused = {name: parameter for name, parameter in self.tt_bags.named_parameters("tt_bags") if is_fused(parameter)}
         optimizers: list[tuple[str, KeyedOptimizer]] = [("", FusedTTOptimizer(fused, self._state_of_whole))] if fused else []
         if self.dense_bags is not None:
             optimizers.append(("dense_bags", self.dense_bags.fused_optimizer))
         self._fused_optimizer = CombinedOptimizer(optimizers)
-        self._register_state_dict_hook(_to_dtensors)
-        self.register_load_state_dict_pre_hook(_to_local)
 
     def parts(self) -> list[Part]:
         """The TT tables by sharding type."""
@@ -257,18 +252,8 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         return self._fused_optimizer
 
     def _state_of_whole(self, parameter: nn.Parameter, state: Tensor) -> Tensor:
-        for _, bag in _row_shards(self, ""):
-            if parameter is bag.core_0 and state.dim():
-                return self._as_whole(bag, state)
-        return state
-
-    def _as_whole(self, bag: RowShard, local: Tensor) -> DTensor:
-        """Return a tensor with entries for the slices of a leading core, [1, m, n, r] or [m], as a part of the whole core's."""
-        dim = min(1, local.dim() - 1)
-        size = torch.Size([*local.shape[:dim], bag.whole_shape.row_shape[0], *local.shape[dim + 1 :]])
-        stride = torch.empty(size, device="meta").stride()
-        part = local.narrow(dim, 0, bag.num_digits)
-        return DTensor.from_local(part, self._mesh, [Shard(dim)], run_check=False, shape=size, stride=stride)
+        shards = (bag for bag in self.tt_bags.values() if isinstance(bag, RowShard) and parameter is bag.core_0)
+        return next((bag.as_whole(state) for bag in shards if state.dim()), state)
 
     @property
     def unsharded_module_type(self) -> type[TTEmbeddingBagCollection]:
@@ -320,35 +305,3 @@ def _check_ids(part: Part, features: KeyedJaggedTensor) -> None:
     if features.device().type == "cpu":
         for config, name in zip(part.tables, part.features, strict=True):
             check_ids(features[name].values(), config.num_embeddings, f"table {config.name!r} (feature {name!r})")
-
-
-def _row_shards(module: ShardedTTEmbeddingBagCollection, prefix: str) -> Iterator[tuple[str, RowShard]]:
-    for name, bag in module.tt_bags.items():
-        if isinstance(bag, RowShard):
-            yield f"{prefix}tt_bags.{name}.core_0", bag
-
-
-def _to_dtensors(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    for key, bag in _row_shards(module, prefix):
-        state[key] = module._as_whole(bag, state[key])
-
-
-def divided_like(local: Tensor, entry: DTensor) -> DTensor:
-    """Convert a tensor like a row shard's leading core, such as its momenta, to a DTensor placed like that core's `entry`."""
-    cut = local[:, : entry.to_local().shape[1]].contiguous()
-    placed = DTensor.from_local(cut, entry.device_mesh, entry.placements, run_check=False, shape=entry.shape, stride=entry.stride())
-    assert isinstance(placed, DTensor)
-    return placed
-
-
-def padded_to(entry: DTensor, size: Sequence[int]) -> Tensor:
-    """Invert `divided_like`: return this process's part, padded with zeros to the size of a shard."""
-    local = entry.to_local()
-    return torch.cat([local, local.new_zeros(local.shape[0], size[1] - local.shape[1], *local.shape[2:])], dim=1)
-
-
-def _to_local(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    for key, bag in _row_shards(module, prefix):
-        stored = state.get(key)
-        if isinstance(stored, DTensor):
-            state[key] = padded_to(stored, (1, bag.shape.row_shape[0]))

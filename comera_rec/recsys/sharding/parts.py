@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
@@ -33,7 +35,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
-from comera_rec.recsys.sharding.fused_optimizer import OptimizerBuilders, apply_optimizers_, is_fused
+from comera_rec.recsys.sharding.optimizers import OptimizerBuilders, apply_optimizers_, is_fused, padded_to
 from comera_rec.recsys.sharding.replicas import ReplicatedLookup
 from comera_rec.tt import TTShape
 from data_pipeline.errors import UserError
@@ -323,6 +325,8 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
 class RowShard(TTEmbeddingBag):
     """The rows of a table that one process has: those whose leading digit is in its range. Ids count from the first of them.
 
+    In a state dict, the leading core is a DTensor.
+
     Args:
         bag: the whole table, whose values are copied.
         group: the processes among which the table is divided, in order.
@@ -353,6 +357,7 @@ class RowShard(TTEmbeddingBag):
         )
         self.std = bag.std
         self._whole, self._whole_rows = bag.shape, bag.num_embeddings
+        self._mesh = DeviceMesh.from_group(group, device.type)
         self.num_digits = max(0, min(digits, first - process_rank * digits))
         first_digit = process_rank * digits
         self._first_row = first_digit * math.prod(others)
@@ -368,6 +373,23 @@ class RowShard(TTEmbeddingBag):
                 parameter.copy_(value)
             self.core_0.zero_()[:, : self.num_digits] = bag.core_0[:, first_digit : first_digit + self.num_digits]
         self.to(device)
+
+    def as_whole(self, local: Tensor) -> DTensor:
+        """Return a tensor with entries for the slices of a leading core, [1, m, n, r] or [m], as a part of the whole core's."""
+        dim = min(1, local.dim() - 1)
+        size = torch.Size([*local.shape[:dim], self._whole.row_shape[0], *local.shape[dim + 1 :]])
+        stride = torch.empty(size, device="meta").stride()
+        part = local.narrow(dim, 0, self.num_digits)
+        return DTensor.from_local(part, self._mesh, [Shard(dim)], run_check=False, shape=size, stride=stride)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}core_0"] = self.as_whole(destination[f"{prefix}core_0"])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        if isinstance(core := state_dict.get(f"{prefix}core_0"), DTensor):
+            state_dict = {**state_dict, f"{prefix}core_0": padded_to(core, (1, self.shape.row_shape[0]))}
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     @property
     def whole_shape(self) -> TTShape:

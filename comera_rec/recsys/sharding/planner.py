@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -29,12 +30,15 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
-from comera_rec.nn import TTEmbeddingBag
+from comera_rec.distributed import Processes
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
-from comera_rec.recsys.sharding.managed_collisions import TTManagedCollisionEmbeddingBagCollectionSharder
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, digits_per_process
-from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder, managed_path
+from comera_rec.recsys.sharding.sharder import (
+    TTEmbeddingBagCollectionSharder,
+    TTManagedCollisionEmbeddingBagCollectionSharder,
+    managed_path,
+)
 from comera_rec.tt import TTShape
 from data_pipeline.errors import UserError
 
@@ -59,8 +63,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         storage_reservation: default 15 % of every device, also of a CPU's memory, for everything but tables.
 
     Raises:
-        ValueError: for a negative number of states, or an `enumerator` that isn't a `TTEnumerator`; from `plan`, for TT tables
-            without a sharder.
+        ValueError: from `plan`, for TT tables without a sharder.
         PlannerError: from `plan`, if nothing fits, naming the largest tables, their sizes and what to change; if the number
             of pooling factors is neither 1 nor that of the table's features.
 
@@ -78,10 +81,6 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         optimizer_states: int = ADAM_STATES,
         **others: Any,
     ) -> None:
-        if optimizer_states < 0:
-            raise UserError(f"optimizer_states is {optimizer_states}: give 2 for Adam, 1 for Adagrad, 0 for SGD")
-        if not isinstance(others.get("enumerator"), TTEnumerator | None):
-            raise UserError("the enumerator knows no TT tables: leave it out, or derive it from TTEnumerator")
         others.setdefault("storage_reservation", _Reservation(0.15))
         quick = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
         others.setdefault("proposer", [GridSearchProposer(_MAX_PROPOSALS), *quick])
@@ -110,23 +109,9 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
 
         If process 0 can't, all raise its error. `sharders` are by default those of TorchRec and `TTEmbeddingBagCollectionSharder`.
         """
-        group = pg or dist.group.WORLD
-        assert group is not None, "a collective plan needs a process group"
-        found: list[ShardingPlan | Exception | None] = [None]
-        if group.rank() == 0:
-            try:
-                found = [self.plan(module, sharders or [TTEmbeddingBagCollectionSharder(), *get_default_sharders()])]
-            except PlannerError as error:
-                found = [error]
-            except Exception as error:  # which others may not be able to unpickle
-                found = [RuntimeError(f"{type(error).__name__}: {error}")]
+        chosen = sharders or [TTEmbeddingBagCollectionSharder(), *get_default_sharders()]
         # TorchRec's version broadcasts from the world's first process, and so hangs for groups without it.
-        dist.broadcast_object_list(found, group=group, group_src=0)
-        [plan] = found
-        if isinstance(plan, Exception):
-            raise plan
-        assert plan is not None
-        return plan
+        return Processes(pg).on_first(lambda: self.plan(module, chosen))
 
 
 def _misfit(options: Sequence[ShardingOption], room: Topology) -> str:
@@ -209,23 +194,16 @@ class TTEnumerator(EmbeddingEnumerator):
             for option in options:
                 if option.module[0] == dense_path:
                     option._module = (path, collection)
-            tensors = tt_sharders[0].shardable_parameters(collection)
+            managed = around[path]
+            kinds = SHARDING_TYPES if managed is None else (ShardingType.ROW_WISE.value,)
             for config in collection.tt_configs():
-                bag, managed = collection.tt_bag(config.name), around[path]
-                kinds = SHARDING_TYPES if managed is None else (ShardingType.ROW_WISE.value,)
-                module_path = path if managed is None else managed
-                options += self._options(module_path, collection, config, bag, tensors[config.name], kinds)
+                options += self._options(path if managed is None else managed, collection, config, kinds)
         return options
 
     def _options(
-        self,
-        path: str,
-        collection: TTEmbeddingBagCollection,
-        config: TTEmbeddingBagConfig,
-        bag: TTEmbeddingBag,
-        tensor: nn.Parameter,
-        kinds: Sequence[str],
+        self, path: str, collection: TTEmbeddingBagCollection, config: TTEmbeddingBagConfig, kinds: Sequence[str]
     ) -> list[ShardingOption]:
+        bag = collection.tt_bag(config.name)
         shape, hot_params = bag.shape, sum(block.shape.num_params for block in bag.hot_blocks())
         rows, cols, world = config.num_embeddings, config.embedding_dim, self._world_size
         constraint = (self._constraints or {}).get(config.name)
@@ -246,7 +224,7 @@ class TTEnumerator(EmbeddingEnumerator):
             options.append(
                 ShardingOption(
                     name=config.name,
-                    tensor=tensor,
+                    tensor=nn.Parameter(torch.empty(rows, cols, device="meta")),
                     module=(path, collection),
                     input_lengths=pooling,
                     batch_size=self._batch_size,

@@ -1,18 +1,21 @@
-"""Lookups in replicas, whose gradients are reduced over processes."""
+"""Replicas, whose gradients are reduced over processes: lookups in them, and data parallelism where their sizes change."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from comera_rec.ops.bags import HotBlock, TableGroup
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
-from comera_rec.recsys.sharding.fused_optimizer import is_fused
+from comera_rec.recsys.sharding.optimizers import is_fused
 
 
 class ReplicatedLookup(TTEmbeddingBagCollection):
@@ -85,3 +88,34 @@ class _Reduced(torch.autograd.Function):
             for k, part in zip(ours, (joined / world_size).split([reduced[k].numel() for k in ours]), strict=True):
                 reduced[k] = part.view(reduced[k].shape)
         return None, None, None, *reduced
+
+
+def rewrap_data_parallel_(model: DistributedModelParallel) -> DistributedModelParallel:
+    """Set up gradient averaging for the present sizes of a model's replicas; call it on every process after `truncate_ranks_`.
+
+    DistributedDataParallel lays out its gradient buckets once, for the sizes it first saw. Gradients are dropped.
+
+    Args:
+        model: with `init_data_parallel` done.
+
+    Raises:
+        TypeError: for anything but a DistributedModelParallel.
+
+    Returns:
+        The model.
+    """
+    if not isinstance(model, DistributedModelParallel):
+        raise TypeError(
+            f"model is a {type(model).__name__}: give a DistributedModelParallel. Wrap a model under plain DistributedDataParallel "
+            "again yourself: ddp = DistributedDataParallel(ddp.module)"
+        )
+    wrapped = model._dmp_wrapped_module
+    if isinstance(wrapped, DistributedDataParallel):
+        model._dmp_wrapped_module = wrapped.module
+        del wrapped
+        gc.collect()  # the old wrapper's hooks on gradients go with it
+        for parameter in model.parameters():
+            parameter.grad = None
+        model._ddp_wrapped = False
+        model.init_data_parallel()
+    return model
