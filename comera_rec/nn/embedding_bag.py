@@ -5,7 +5,7 @@ Shapes: L ids, B bags, U unique ids of the batch, N embedding_dim.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_table import TTTable
 from comera_rec.ops import tt_bags
 from comera_rec.ops.bags import MODES
+from comera_rec.tt import TTShape
 from data_pipeline.errors import UserError
 
 
@@ -49,11 +50,37 @@ class TTEmbeddingBag(TTTable):
     _KEPT = ("mode", "include_last_offset")
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, mode: str = "sum", include_last_offset: bool = False, **others: Any
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        shape: TTShape | None = None,
+        tt_ranks: int | Sequence[int] | None = None,
+        hot_rows: Sequence[tuple[int, int]] = (),
+        row_order: Tensor | None = None,
+        mode: str = "sum",
+        include_last_offset: bool = False,
+        impl: str = "auto",
+        std: float = 1.0,
+        name: str = "the table",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if mode not in MODES:
             raise UserError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
-        super().__init__(num_embeddings, embedding_dim, **others)
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            shape=shape,
+            tt_ranks=tt_ranks,
+            hot_rows=hot_rows,
+            row_order=row_order,
+            impl=impl,
+            std=std,
+            name=name,
+            device=device,
+            dtype=dtype,
+        )
         self.mode = mode
         self.include_last_offset = include_last_offset
 
@@ -73,6 +100,11 @@ class TTEmbeddingBag(TTTable):
         Returns:
             [B, N].
         """
+        if per_sample_weights is not None and per_sample_weights.shape != input.shape:
+            raise UserError(
+                f"per_sample_weights has shape {tuple(per_sample_weights.shape)} for ids of shape {tuple(input.shape)}: "
+                "give a weight for each id, in the same shape"
+            )
         return tt_bags(
             self.group(),
             self.plan(input),

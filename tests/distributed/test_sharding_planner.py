@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -75,6 +76,8 @@ def test_what_is_no_plan_for_tt_tables_is_refused() -> None:
         stock.plan(users, [sharder])
     with pytest.raises(ValueError, match="the TT tables of '0' have no sharder: add TTEmbeddingBagCollectionSharder"):
         cr.TTShardingPlanner(topology).plan(users, get_default_sharders())
+    with pytest.raises(ValueError, match="the enumerator knows no TT tables"):
+        cr.TTShardingPlanner(topology, enumerator=EmbeddingEnumerator(topology, 8))
     with pytest.raises(ValueError, match="can't be sharded over groups of processes that are replicas"):
         sharder.shard(users[0], {}, object.__new__(ShardingEnv2D))
 

@@ -37,7 +37,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: look_up(-1, 0), "id -1 is out of range for table 'C3': its ids run from 0 to 100"),
     (lambda: look_up(2**33), f"id {2**33} is out of range for table 'C3': its ids run from 0 to 100"),
     (lambda: look_up(1, 60, bag=ordered(torch.randperm(60))), "id 60 is out of range for table 'x'"),
-    (lambda: look_up(0, 1, 2, weights=torch.ones(2)), "there are 2 per_sample_weights for 3 ids: give one for each"),
+    (lambda: look_up(0, 1, 2, weights=torch.ones(3, 1)), r"per_sample_weights has shape \(3, 1\) for ids of shape \(3,\): give"),
     (lambda: ordered(torch.arange(60) + 1), "give each of the numbers 0 to 59 once"),
     (lambda: ordered(torch.zeros(60, dtype=torch.long)), "give each of the numbers 0 to 59 once"),
     (lambda: ordered(torch.arange(60).float()), "give each of the numbers 0 to 59 once"),

@@ -63,7 +63,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         storage_reservation: default 15 % of every device, also of a CPU's memory, for everything but tables.
 
     Raises:
-        ValueError: from `plan`, for TT tables without a sharder.
+        ValueError: for an `enumerator` that isn't a `TTEnumerator`; from `plan`, for TT tables without a sharder.
         PlannerError: from `plan`, if nothing fits, naming the largest tables, their sizes and what to change; if the number
             of pooling factors is neither 1 nor that of the table's features.
 
@@ -81,6 +81,8 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         optimizer_states: int = ADAM_STATES,
         **others: Any,
     ) -> None:
+        if not isinstance(others.get("enumerator"), TTEnumerator | None):
+            raise UserError("the enumerator knows no TT tables: leave it out, or derive it from TTEnumerator")
         others.setdefault("storage_reservation", _Reservation(0.15))
         quick = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
         others.setdefault("proposer", [GridSearchProposer(_MAX_PROPOSALS), *quick])
