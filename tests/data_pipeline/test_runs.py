@@ -39,23 +39,19 @@ def merged(runs: Sequence[Run], folder: Path, column: int, dtype: np.dtype, entr
     dtype=st.sampled_from(DTYPES),
     entries=st.integers(1, 40),
     trains=st.lists(st.booleans(), min_size=4, max_size=4),
+    times=st.sampled_from([1, 1 << 32]),
 )
-def test_counts_equal_a_dictionary(parts: list[list[int]], dtype: np.dtype, entries: int, trains: list[bool]) -> None:
+def test_counts_equal_a_dictionary(parts: list[list[int]], dtype: np.dtype, entries: int, trains: list[bool], times: int) -> None:
+    """Also counts beyond 32 bits."""
     with tempfile.TemporaryDirectory() as name:
         folder, runs, expected = Path(name), list[Run](), Counts[int]()
         for number, (keys, counts) in enumerate(zip(parts, trains, strict=False)):
-            columns = [[count_keys(np.array(column, dtype))] for column in (keys, keys[:1])]
-            runs.append(replace(write_run(folder / str(number), columns, count_bytes=4), trains=counts))
-            expected.update({key: counts * times for key, times in Counts(keys).items()})
+            counted = [count_keys(np.array(column, dtype)) for column in (keys, keys[:1])]
+            columns = [[(values, count * np.uint64(times))] for values, count in counted]
+            runs.append(replace(write_run(folder / str(number), columns, count_bytes=4 if times == 1 else 8), trains=counts))
+            expected.update({key: counts * times * count for key, count in Counts(keys).items()})
         assert merged(runs, folder, 0, dtype, entries) == dict(expected)
         assert merged(runs, folder, 1, dtype, entries).keys() == {keys[0] for keys in parts if keys}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_counts_beyond_32_bits(tmp_path: Path, dtype: np.dtype) -> None:
-    block = np.array([1, 5], dtype), np.array([1 << 32, 3], np.uint64)
-    runs = [write_run(tmp_path / name, [[block]]) for name in "abc"]
-    assert merged(runs, tmp_path, 0, dtype, 10) == {1: 3 << 32, 5: 9}
 
 
 @contextmanager
