@@ -20,7 +20,7 @@ from random_logs import ROWS, files_of, make, random_rows, read, schema_of, to_t
 from refusals import refuse
 
 from data_pipeline import parts, shards
-from data_pipeline.manifest import Manifest, file_sha256, read_manifest
+from data_pipeline.manifest import SPLITS, Manifest, file_sha256, read_manifest
 from data_pipeline.parts import count_parts, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import criteo_schema, read_schema
@@ -89,6 +89,7 @@ def test_shares_are_those_asked_for() -> None:
     np.testing.assert_allclose(shares, [0.8, 0.1, 0.1], atol=0.0065)
     for other in (Splitting(split="random", seed=1).drawn(0, starts), Splitting(split="random").drawn(1, starts)):
         assert (drawn == other).mean() == pytest.approx(0.66, abs=0.01)
+    assert [Splitting(split=split).bounds([2, 1]) for split in SPLITS] == [(3, 3), (0, 3), (0, 0)]
     assert Splitting(split="day").bounds([200, 100, 51]) == (300, 326)
     assert Splitting(val_fraction=0.29).bounds([100]) == (61, 90)  # though 0.29 * 100 is 28.999999999999996
     uneven = np.bincount(Splitting(split="random", val_fraction=0.0, test_fraction=0.5).drawn(0, starts), minlength=3) / len(starts)

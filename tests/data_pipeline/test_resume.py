@@ -190,13 +190,13 @@ def deadly_count(*_: Any) -> Any:
 def test_workers_die(options: PreprocessOptions, unbroken: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Relative paths are those of the client."""
     distributed = pytest.importorskip("distributed", reason="Dask is not installed")
-    monkeypatch.chdir(options.output.parent)
     monkeypatch.setattr(count_pass, "_count", dying_count)
     monkeypatch.setattr(write_pass, "_write", dying_write)
     here = replace(options, inputs=tuple(Path(f"day_{i}.gz") for i in range(3)))
     with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, memory_limit=None, dashboard_address=":0", silence_logs="CRITICAL"
     ) as cluster:
+        monkeypatch.chdir(options.output.parent)
         preprocess(replace(here, scheduler=cluster.scheduler_address))
     assert {path.name for path in options.output.parent.glob("died *")} == {"died counting", "died writing"}
     assert files_of(options.output) == unbroken
