@@ -1,7 +1,10 @@
-"""The fast parser, and the compiled loops for ids, agree with the obvious ones, on well-formed and adversarial input."""
+"""The fast parser, and the compiled loops for ids and counts, agree with the obvious ones, on well-formed and adversarial input."""
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter as Counts
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -17,6 +20,7 @@ from data_pipeline.hashing import IdSource, encode_keys, open_tables, write_tabl
 from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed, parse
 from data_pipeline.reference import Cell, Malformed, hashed_id, parse_line
+from data_pipeline.runs import Run, count_keys, merge, write_run
 from data_pipeline.schema import Column, Kind, LogSchema, criteo_schema, detect_criteo_schema
 
 CRITEO = criteo_schema(labeled=True)
@@ -183,3 +187,32 @@ def test_arrays_of_other_sizes_are_refused() -> None:
     for keys, missing in (((1, 4), (1, 3)), ((1, 4), (2, 4)), ((2, 4), (2, 4))):
         with pytest.raises(RuntimeError, match="encode_keys_u32: the sizes of the arrays don't fit each other"):
             encode_keys([IdSource(buckets=5)], np.zeros(keys, np.uint32), np.zeros(missing, np.bool_))
+
+
+def merged(runs: Sequence[Run], folder: Path, column: int, dtype: np.dtype, entries: int) -> dict[int, int]:
+    pairs: list[tuple[int, int]] = []
+    for keys, counts in merge(runs, folder, column, key_dtype=dtype, entries=entries):
+        pairs += zip(keys.tolist(), counts.tolist(), strict=True)
+    assert [key for key, _ in pairs] == sorted({key for key, _ in pairs}), "distinct and ascending"
+    return dict(pairs)
+
+
+@settings(max_examples=100)
+@given(
+    parts=st.lists(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**32 - 1)), max_size=30), max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    entries=st.integers(1, 40),
+    trains=st.lists(st.booleans(), min_size=4, max_size=4),
+    times=st.sampled_from([1, 1 << 32]),
+)
+def test_counts_equal_a_dictionary(parts: list[list[int]], dtype: np.dtype, entries: int, trains: list[bool], times: int) -> None:
+    """Also counts beyond 32 bits."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, runs, expected = Path(name), list[Run](), Counts[int]()
+        for number, (keys, counts) in enumerate(zip(parts, trains, strict=False)):
+            counted = [count_keys(np.array(column, dtype)) for column in (keys, keys[:1])]
+            columns = [[(values, count * np.uint64(times))] for values, count in counted]
+            runs.append(replace(write_run(folder / str(number), columns, count_bytes=4 if times == 1 else 8), trains=counts))
+            expected.update({key: counts * times * count for key, count in Counts(keys).items()})
+        assert merged(runs, folder, 0, dtype, entries) == dict(expected)
+        assert merged(runs, folder, 1, dtype, entries).keys() == {keys[0] for keys in parts if keys}

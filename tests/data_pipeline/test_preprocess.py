@@ -6,6 +6,8 @@ New logs are encoded like the data set's rows, and the result is a data set like
 from __future__ import annotations
 
 import itertools
+import os
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,7 +21,7 @@ from consistency import verify
 from random_logs import ROWS, files_of, make, random_rows, read, schema_of, to_text
 from refusals import refuse
 
-from data_pipeline import parts, shards
+from data_pipeline import parts, runs, shards
 from data_pipeline.manifest import SPLITS, Manifest, file_sha256, read_manifest
 from data_pipeline.parts import count_parts, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
@@ -62,6 +64,20 @@ def test_longest_line_whatever_the_parts(write_log: WriteLog, monkeypatch: pytes
             else:
                 with pytest.raises(ValueError, match=f"{name}: a line is longer than 500 bytes; check that this is a click log"):
                     list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False))
+
+
+def test_many_parts_with_few_files(
+    tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Hundreds of parts, merged in levels, give the same data set as when merged at once."""
+    log, limits = write_log(random_rows(300)), resource.getrlimit(resource.RLIMIT_NOFILE)
+    at_once = make(log, tmp_path / "at once", part_bytes=600, workers=2)
+    monkeypatch.setattr(runs, "FAN_IN", 8)
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 40, limits[1]))
+    manifest = make(log, tmp_path / "data", part_bytes=600, workers=2)
+    assert sum(len(split.shards) for split in manifest.splits.values()) >= 80
+    assert manifest == at_once
 
 
 def test_by_random_draw(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,11 @@ from data_pipeline.planted import DRAWS, MISSING_RATES, PlantedModel
 from data_pipeline.synth import SynthOptions, synth
 
 
+def logits(model: PlantedModel, draws: np.ndarray) -> np.ndarray:
+    probability = model.rows(draws).probability
+    return np.log(probability / (1 - probability))
+
+
 def exact_auc(label: np.ndarray, score: np.ndarray) -> float:
     ranks = pd.Series(score).rank().to_numpy()
     positives = label.sum()
@@ -57,8 +62,7 @@ def test_pairs_of_paired_columns_interact(columns: tuple[int, int], interact: bo
     draws[[1, 3], first] = 0.9
     draws[[2, 3], second] = 0.9
     draws[0, [first, second]] = draws[1, second] = draws[2, first] = 0.1
-    probability = model.rows(draws).probability
-    none, one, other, both = np.log(probability / (1 - probability))
+    none, one, other, both = logits(model, draws)
     assert (abs(both - one - other + none) > 1e-2) == interact
 
 
@@ -71,8 +75,7 @@ def test_effects_of_rare_values(decay: float) -> None:
         draws = np.tile(np.random.default_rng(1).random(DRAWS), (400, 1))
         draws[:, -1 - len(MISSING_RATES) : -1] = 1  # no cell is missing
         draws[:, 2] = np.linspace(first, last, 400)
-        rows = model.rows(draws)
-        return float(np.log(rows.probability / (1 - rows.probability)).std())
+        return float(logits(model, draws).std())
 
     assert spread(0.6, 0.62) / spread(0.15, 0.25) == pytest.approx((51 / 1.2) ** -decay, rel=0.3)
 
@@ -93,9 +96,7 @@ def test_values_of_a_group_occur_together_as_often_as_before(tmp_path: Path) -> 
     draws[:, DRAWS - 1 - len(MISSING_RATES) : DRAWS - 1] = 1  # no cell is missing
     draws[:, DRAWS + 1 :] = 0  # every cell follows its row's topic
     draws[:, 2], draws[:, DRAWS] = np.linspace(0.7, 0.8, 2000), np.arange(2000) % 2 / 2  # rare values of two topics
-    rows = model.rows(draws)
-    logits = np.log(rows.probability / (1 - rows.probability))
-    assert logits[::2].std() < 0.2 * logits.std()
+    assert logits(model, draws[::2]).std() < 0.2 * logits(model, draws).std()
 
 
 def test_one_log_per_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

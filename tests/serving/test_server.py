@@ -59,7 +59,7 @@ def bad_requests(good: dict[str, Any]) -> list[tuple[str, str, bytes | None]]:
         *((1, {"data": [odd, *values[1:]]}) for odd in (1 << 40, 0.5)),
         (1, {"data": [1 << 63, -1, *values[2:]]}),
         (1, {"datatype": "FP32"}),
-        *((1, {"shape": shape, "data": [1] * len(shape)}) for shape in ([0, 1 << 63], [1] * 99)),
+        *((1, {"shape": shape, "data": data}) for shape, data in (([0, 1 << 63], []), ([1] * 99, [1]))),
         *((2, {"shape": shape}) for shape in ([1], "all")),
         *((2, {"data": wrapped, "datatype": datatype}) for datatype in ("INT32", "INT64")),
         (0, {"name": [1]}),
@@ -270,15 +270,10 @@ def test_limits(model: Path, data: Path) -> None:
         assert client.post(INFER, json=good).status_code == 200
 
 
-def chunks(body: bytes, size: int) -> Iterator[bytes]:
-    """A body that is sent without its length."""
-    yield from (body[begin : begin + size] for begin in range(0, len(body), size))
-
-
 def test_chunked_bodies(client: httpx.Client, data: Path) -> None:
     body = json.dumps(good_rows(data)[0]).encode()
-    assert client.post(INFER, content=chunks(body, 100)).status_code == 200
-    answer = client.post("/score", content=chunks(b" " * (9 << 20), 1 << 20))
+    assert client.post(INFER, content=(body[k : k + 100] for k in range(0, len(body), 100))).status_code == 200
+    answer = client.post("/score", content=(b" " * (1 << 20) for _ in range(9)))
     assert (answer.status_code, error_of(answer)) == (413, f"the body has more than {8 << 20} bytes: send fewer rows at a time")
 
 
