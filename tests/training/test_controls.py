@@ -69,16 +69,6 @@ def test_mistakes(change: dict[str, object], message: str) -> None:
     refuse(message, parse_config, {**MINIMAL, **change})
 
 
-def test_bad_override_and_bad_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text('output = "a"\n[data]\npath = "d"\n')
-    refuse(r"override 'x' is not of the form section\.key=value", load_config, path, ["x"])
-    refuse("output is a value, not a section", load_config, path, ["output.x=1"])
-    refuse(r"config: output is missing", load_config, None)
-    path.write_text("output = ")
-    refuse(r"run\.toml can't be parsed", load_config, path)
-
-
 # Learning rates at which the first steps are the best.
 OVERSHOOTING = ["training.eval_every=2", "training.keep_best=true", "optimizer.lr_dense=0.5", "optimizer.lr_cores=0.5"]
 
@@ -195,6 +185,9 @@ def test_runs_of_other_data_are_refused(dense: Path, config_file: Path, tmp_path
     ("arguments", "message"),
     [
         (["train", "--config", "{tmp}/absent.toml"], "absent.toml"),
+        (["train", "--config", "{config}", "x"], "override 'x' is not of the form section.key=value"),
+        (["train", "--config", "{config}", "output.x=1"], "output is a value, not a section"),
+        (["train"], "config: output is missing"),
         (["train", "--config", "{config}", "data.path={tmp}/nowhere"], "is not a preprocessed data set"),
         (["train", "--config", "{config}", "output=/dev/null/run"], "/dev/null/run"),
         (["train", "--config", "{config}", "output={config}"], "run.toml, which is a file: give a folder"),
