@@ -10,14 +10,14 @@ import json
 import os
 import re
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.reduction import DupFd
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from processes import CONTEXT
 
@@ -42,12 +42,11 @@ def comera_on_path(folder: Path) -> Iterator[dict[str, str]]:
     script = folder / "comera"
     script.write_text(CLIENT.format(python=sys.executable, address=address))
     script.chmod(0o755)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(address)
-        server.listen()
-        threading.Thread(target=_serve, args=(server,), daemon=True).start()
+    with socketserver.ThreadingUnixStreamServer(address, _Command) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield os.environ | {"PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])}
-        server.shutdown(socket.SHUT_RDWR)
+        server.shutdown()
 
 
 def run_commands(page: Path, folder: Path, bin_folder: Path, port: int = 8000, without: str = "") -> str:
@@ -71,41 +70,22 @@ def run_commands(page: Path, folder: Path, bin_folder: Path, port: int = 8000, w
     return done.stdout
 
 
-def _serve(server: socket.socket) -> None:
-    while True:
-        try:
-            client, _ = server.accept()
-        except OSError:  # the socket was shut down
-            return
-        threading.Thread(target=_start, args=(client,), daemon=True).start()
-
-
-def _start(client: socket.socket) -> None:
-    with client:
-        message, files, _, _ = socket.recv_fds(client, 1 << 16, 3)
-        arguments, folder = json.loads(message)
-        process = CONTEXT.Process(target=_work, args=(arguments, folder), kwargs={"files": _Files(files)})
+class _Command(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        message, numbers, _, _ = socket.recv_fds(self.request, 1 << 16, 3)
+        files = [Connection(number) for number in numbers]  # these pass an open file to another process
+        process = CONTEXT.Process(target=_work, args=(*json.loads(message), files))
         process.start()
         for file in files:
-            os.close(file)
-        client.send(str(process.pid).encode())
+            file.close()
+        self.request.send(str(process.pid).encode())
         process.join()
-        client.send(str(process.exitcode).encode())
+        self.request.send(str(process.exitcode).encode())
 
 
-class _Files:
-    """Open files to pass to a process that is being started."""
-
-    def __init__(self, numbers: list[int]) -> None:
-        self._numbers = numbers
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, ([DupFd(number) for number in self._numbers],)
-
-
-def _work(arguments: list[str], folder: str, files: Any) -> None:
+def _work(arguments: list[str], folder: str, files: list[Connection]) -> None:
     for number, file in enumerate(files):
-        os.dup2(file.detach(), number)
+        os.dup2(file.fileno(), number)
     gc.freeze()  # exempt what the server imported from garbage collection
     os.chdir(folder)
     main(arguments)

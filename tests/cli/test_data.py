@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,6 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "raw" / "log.txt"
 
 
-def test_the_package_runs_as_a_module() -> None:
-    shown = subprocess.run([sys.executable, "-m", "comera_rec", "--version"], capture_output=True, text=True, check=True)
-    assert shown.stdout.startswith("comera, version ")
-
-
 def test_the_demo_replaces_only_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     demo = ["make", "--no-print-directory", "--old-file=install", "demo", f"DEMO={tmp_path}", "COMERA=false"]
@@ -37,29 +31,12 @@ def test_the_demo_replaces_only_its_own_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".demo"]
 
 
-def test_several_inputs_keep_their_order(log: Path, tmp_path: Path) -> None:
-    """Inputs may all follow one --input, as the shell expands day_*.gz, amid other options, or each its own --input."""
-    days = [log.parent / name for name in ("day_0", "day_1", "day_2")]
-    for day in days:
-        shutil.copy(log, day)
-    assert run("preprocess", "--max-bad-rows", 1, "--input", *days, "--min-count", 3, "--output", tmp_path / "a") == 0
-    assert run("preprocess", "--output", tmp_path / "b", *(part for day in days for part in ("--input", day))) == 0
-    for name in ("a", "b"):
-        assert [file.name for file in read_manifest(tmp_path / name).inputs] == ["day_0", "day_1", "day_2"]
-
-
 def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
     flags = "--min-count 3 --min-count C3=10 --val-fraction 0.2 --test-fraction 0.3 --part-size 10KiB --max-bad-rows 5"
     assert run("preprocess", "--input", log, "--output", tmp_path / "data", *flags.split()) == 0
     manifest = read_manifest(tmp_path / "data")
-    assert manifest.options == {
-        "split": "chronological",
-        "val_fraction": 0.2,
-        "test_fraction": 0.3,
-        "min_count": 3,
-        "part_bytes": 10 << 10,
-        "max_bad_rows": 5,
-    }
+    chosen = {"val_fraction": 0.2, "test_fraction": 0.3, "min_count": 3, "part_bytes": 10 << 10, "max_bad_rows": 5}
+    assert manifest.options == {"split": "chronological", **chosen}
     assert [column.min_count for column in manifest.categorical_columns[1:4]] == [3, 10, 3]
     assert len(manifest.splits["train"].shards) > 1
     assert run("preprocess", "--input", log, "--output", tmp_path / "data") == 2
@@ -98,14 +75,20 @@ def test_mistakes(
 
 
 def test_logs_are_ordered_by_their_numbers(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """day_10 is before day_2 in a shell's order, and in that of patterns, so the last file would not be the last day."""
+    """day_10 is before day_2 in a shell's order, and in that of patterns, so the last file would not be the last day.
+
+    Logs may all follow one --input, as the shell expands day_*, amid other options, or each its own --input.
+    """
     days = [str(log.parent / f"day_{day}") for day in (0, 10, 2)]
     for day in days:
         shutil.copy(log, day)
-    for name, inputs in (("expanded", days), ("pattern", [log.parent / "day_*"])):
-        assert run("preprocess", "--input", *inputs, "--output", tmp_path / name, "--split", "day") == 0
-        assert [file.name for file in read_manifest(tmp_path / name).inputs] == ["day_0", "day_2", "day_10"]
-        assert capsys.readouterr().err == f"reading the logs in the order of their numbers: {days[0]} ... {days[1]}\n"
+    expanded, each = ["--input", *days, "--min-count", 3], [part for day in days[::-1] for part in ("--input", day)]
+    for name, inputs in (("expanded", expanded), ("pattern", ["--input", log.parent / "day_*"]), ("each", each)):
+        assert run("preprocess", "--max-bad-rows", 1, *inputs, "--output", tmp_path / name, "--split", "day") == 0
+        ordered = ["day_2", "day_10", "day_0"] if name == "each" else ["day_0", "day_2", "day_10"]
+        assert [file.name for file in read_manifest(tmp_path / name).inputs] == ordered
+        told = "" if name == "each" else f"reading the logs in the order of their numbers: {days[0]} ... {days[1]}\n"
+        assert capsys.readouterr().err == told
     assert run("preprocess", "--input", log.parent / "night_*", "--output", tmp_path / "none") == 2
     assert "night_* matches no file; check its name" in capsys.readouterr().err
 

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,14 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from refusals import refuse
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from comera_rec.data import Batch, BatchLoader, ParquetBatches
-from data_pipeline.manifest import FORMAT, FORMAT_VERSION, SPLITS, file_sha256
+from data_pipeline import manifest
+from data_pipeline.schema import Kind, LogSchema
+from tests.data_pipeline.random_logs import make, schema_of
 
 TAGS = 11
 
@@ -38,7 +43,7 @@ def write_dataset(
     lists: add a column T1 of `tags(I1)`.
     """
     splits = {}
-    for name in SPLITS:
+    for name in manifest.SPLITS:
         number = np.arange(rows.get(name, 0))
         table = pa.table(
             {
@@ -52,46 +57,39 @@ def write_dataset(
         if lists:
             table = table.append_column("T1", pa.array([tags(i) for i in number.tolist()], pa.list_(pa.int32())))
         (folder / name).mkdir(parents=True)
-        paths = [folder / name / f"part-{k:05d}.parquet" for k in range(-(-len(number) // shard))]
+        paths = [f"{name}/part-{k:05d}.parquet" for k in range(-(-len(number) // shard))]
         for start, path in zip(range(0, len(number), shard), paths, strict=True):
-            pq.write_table(table.slice(start, shard), path, row_group_size=row_group)
-        splits[name] = {"rows": len(number), "shards": [describe(path, folder) for path in paths]}
-    vocabulary = {"path": "", "rows": 0, "bytes": 0, "sha256": ""}
+            pq.write_table(table.slice(start, shard), folder / path, row_group_size=row_group)
+        shards = [manifest.describe_file(path, folder, rows=pq.read_metadata(folder / path).num_rows) for path in paths]
+        splits[name] = manifest.Split(rows=len(number), shards=tuple(shards))
     sizes = {"C1": 50, "C2": 7} | ({"T1": TAGS} if lists else {})
-    manifest = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "versions": {},
-        "options": {},
-        "inputs": [],
-        "rejected_lines": [],
-        "rows": {"in": 0, "written": 0, "rejected": 0},
-        "label": {"mean": 0.5, "split_means": {}} if labeled else None,
-        "integer_columns": [{"name": name, "missing": 0, "offset": 2, "min": 0, "max": 9} for name in ("I1", "I2")],
-        "categorical_columns": [
-            {"name": name, "num_embeddings": size, "distinct": size, "missing": 0, "min_count": 1, "rows_at_zero": {}}
-            | {"vocabulary": vocabulary, "is_list": name == "T1"}
+    of_column: dict[str, Any] = {"missing": 0, "min_count": 1, "rows_at_zero": {}, "vocabulary": None}
+    of_data: dict[str, Any] = {"versions": {}, "options": {}, "inputs": (), "rejected_lines": (), "log": LogSchema(columns=())}
+    described = manifest.Manifest(
+        format=manifest.FORMAT,
+        format_version=manifest.FORMAT_VERSION,
+        rows=manifest.RowCounts(read=0, written=0, rejected=0),
+        label=manifest.Target(mean=0.5, split_means={}) if labeled else None,
+        integer_columns=tuple(manifest.IntegerColumn(name=name, missing=0, offset=2, min=0, max=9) for name in ("I1", "I2")),
+        categorical_columns=tuple(
+            manifest.CategoricalColumn(name=name, num_embeddings=size, distinct=size, is_list=name == "T1", **of_column)
             for name, size in sizes.items()
-        ],
-        "splits": splits,
-        "log": {"columns": []},
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+        ),
+        splits=splits,
+        **of_data,
+    )
+    manifest.write_manifest(described, folder)
     return folder
-
-
-def describe(path: Path, folder: Path) -> dict[str, Any]:
-    rows, size = pq.read_metadata(path).num_rows, path.stat().st_size
-    return {"path": str(path.relative_to(folder)), "rows": rows, "bytes": size, "sha256": file_sha256(path)}
 
 
 def replace_first_shard(data: Path, table: pa.Table) -> Path:
     """Write another table as train's first shard, and update its size in the manifest."""
-    manifest = json.loads((data / "manifest.json").read_text())
-    shard = manifest["splits"]["train"]["shards"][0]
+    path = data / "manifest.json"
+    content = json.loads(path.read_text())
+    shard = content["splits"]["train"]["shards"][0]
     pq.write_table(table, data / shard["path"])
-    shard |= describe(data / shard["path"], data) | {"rows": shard["rows"]}
-    (data / "manifest.json").write_text(json.dumps(manifest))
+    shard |= asdict(manifest.describe_file(shard["path"], data, rows=shard["rows"]))
+    path.write_text(json.dumps(content))
     return data / shard["path"]
 
 
@@ -151,35 +149,66 @@ def test_columns_follow_their_rows(tmp_path: Path, lists: bool, shuffle: bool) -
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
+@pytest.fixture
+def labelled(tmp_path: Path) -> Path:
+    draw = np.random.default_rng(0)
+    rows = zip(draw.integers(0, 2, 200), draw.integers(0, 2, 200), draw.integers(1, 9, 200) / 8, range(200), strict=True)
+    (tmp_path / "log.csv").write_text("".join(f"{click},{buy},{weight},{number}\n" for click, buy, weight, number in rows))
+    kinds: dict[str, Kind] = {"click": "label", "buy": "label", "importance": "weight", "number": "integer"}
+    make(tmp_path / "log.csv", tmp_path / "data", schema=schema_of(kinds, transform="none"), part_bytes=500)
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_labels_and_weights_stay_with_their_rows(labelled: Path, shuffle: bool) -> None:
+    log = np.loadtxt(labelled.parent / "log.csv", delimiter=",")
+    batches = list(ParquetBatches(labelled, "train", batch_size=64, shuffle=shuffle, shuffle_rows=50))
+    assert [tuple(batch.labels.shape) for batch in batches] == [(64, 2), (64, 2), (32, 2)]
+    assert [len(batch) for batch in batches] == [64, 64, 32]
+    rows = torch.cat([batch.dense[:, 0] for batch in batches]).long()
+    assert (rows.sort().values == torch.arange(160)).all()
+    assert (rows == torch.arange(160)).all() != shuffle
+    weights = torch.cat([batch.weights for batch in batches if batch.weights is not None])
+    np.testing.assert_array_equal(torch.cat([batch.labels for batch in batches]), log[rows, :2])
+    np.testing.assert_array_equal(weights, log[rows, 2].astype(np.float32))
+
+
+def test_padded_rows_have_zero_weight(labelled: Path) -> None:
+    batch = next(iter(ParquetBatches(labelled, "val", batch_size=20)))
+    padded = batch.padded(24).to("cpu")
+    assert (padded.labels.shape, len(padded)) == ((24, 2), 24)
+    assert padded.weights is not None
+    assert padded.weights[20:].tolist() == [0, 0, 0, 0]
+    assert torch.equal(padded.weights[:20], batch.weights if batch.weights is not None else torch.empty(0))
+    assert torch.equal(padded.labels[:20], batch.labels)
+    assert not padded.labels[20:].any()
+    assert torch.equal(padded.dense, torch.cat([batch.dense, torch.zeros(4, 1)]))
+
+
 class TestRows:
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(
-        rows=st.integers(1, 120),
-        row_group=st.integers(1, 20),
-        shard=st.integers(5, 60),
-        world_size=st.integers(1, 4),
-        epochs=st.integers(1, 3),
-        drop_last=st.booleans(),
-        batch_size=st.integers(2, 40),
+        files=st.fixed_dictionaries({"train": st.integers(1, 120), "row_group": st.integers(1, 20), "shard": st.integers(5, 60)}),
+        sizes=st.fixed_dictionaries(
+            {"batch_size": st.integers(2, 40), "epochs": st.integers(1, 3), "world_size": st.integers(1, 4)}
+        ),
         order=st.fixed_dictionaries({"shuffle": st.booleans(), "shuffle_rows": st.sampled_from([1, 10, 1000])}),
+        drop_last=st.booleans(),
         stop=st.integers(0, 60),
     )
     def test_each_row_once_per_epoch_in_equally_many_batches_on_every_rank_and_the_same_rest_after_a_stop(
         self,
         tmp_path_factory: pytest.TempPathFactory,
-        rows: int,
-        row_group: int,
-        shard: int,
-        world_size: int,
-        epochs: int,
-        drop_last: bool,
-        batch_size: int,
+        files: dict[str, int],
+        sizes: dict[str, int],
         order: dict[str, Any],
+        drop_last: bool,
         stop: int,
     ) -> None:
+        rows, batch_size, epochs, world_size = itemgetter("train", "batch_size", "epochs", "world_size")(files | sizes)
         assume(rows >= world_size * (batch_size if drop_last else 1))
-        data = write_dataset(tmp_path_factory.mktemp("rows") / "data", row_group=row_group, shard=shard, train=rows)
-        options = {"batch_size": batch_size, "drop_last": drop_last, "epochs": epochs, "world_size": world_size, "seed": 5, **order}
+        data = write_dataset(tmp_path_factory.mktemp("rows") / "data", **files)
+        options = {**sizes, **order, "drop_last": drop_last, "seed": 5}
         datasets = [ParquetBatches(data, "train", process_rank=rank, **options) for rank in range(world_size)]
         per_rank = [list(dataset) for dataset in datasets]
         per_epoch = datasets[0].batches_per_epoch()
@@ -192,8 +221,7 @@ class TestRows:
                 assert rows - len(seen) < (batch_size + 1) * world_size
             else:
                 assert seen == list(range(rows))
-            sizes = [len(batch) for batches in of_epoch for batch in batches]
-            assert all(1 <= size <= batch_size for size in sizes)
+            assert all(1 <= len(batch) <= batch_size for batches in of_epoch for batch in batches)
             assert all(len(batch) == batch_size for batches in of_epoch for batch in batches[: per_epoch - 2])
 
         broken, resumed = (ParquetBatches(data, "train", process_rank=world_size - 1, **options) for _ in range(2))
@@ -228,8 +256,7 @@ class TestRows:
         for batches in resumed:
             batches.load_state_dict(state)
         assert numbers_of_all(resumed) == one[20:]
-        with pytest.raises(ValueError, match=r"8 readers made them, which 16 processes can't share: launch .* that divides 8"):
-            make(0, 16, readers=16).load_state_dict(state)
+        refuse("8 readers made them, which 16 processes can't share: launch", make(0, 16, readers=16).load_state_dict, state)
 
     def test_resuming_reads_only_the_remaining_rows(self, data: Path) -> None:
         dataset = ParquetBatches(data, "train", batch_size=10)
@@ -283,8 +310,7 @@ class TestLoader:
     def test_an_error_of_the_reader_reaches_the_consumer(self, data: Path) -> None:
         loader = BatchLoader(ParquetBatches(data, "train", batch_size=7))
         (data / "train" / "part-00002.parquet").unlink()
-        with pytest.raises(ValueError, match=r"part-00002.parquet, row group 0, cannot be read"):
-            list(loader)
+        refuse("part-00002.parquet, row group 0, cannot be read", list, loader)
 
     @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
     @pytest.mark.parametrize("workers", [0, 2])
@@ -309,8 +335,7 @@ class TestLoader:
 class TestBadInput:
     @staticmethod
     def refuse(message: str, data: Path, split: str = "train", **options: Any) -> None:
-        with pytest.raises(ValueError, match=message):
-            list(ParquetBatches(data, split, **({"batch_size": 8} | options)))
+        refuse(message, lambda: list(ParquetBatches(data, split, **({"batch_size": 8} | options))))
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -365,8 +390,8 @@ class TestBadInput:
 
     def test_a_state_and_workers_of_other_batches(self, data: Path) -> None:
         batches = ParquetBatches(data, "train", batch_size=8)
-        with pytest.raises(ValueError, match="cannot resume the batches: batch_size was 8, not 9; set it back or start anew"):
-            ParquetBatches(data, "train", batch_size=9).load_state_dict(batches.state_dict())
+        other = ParquetBatches(data, "train", batch_size=9)
+        refuse("cannot resume the batches: batch_size was 8, not 9; set it back", other.load_state_dict, batches.state_dict())
         loader = DataLoader(ParquetBatches(data, "val", batch_size=15, epochs=None, drop_last=True), batch_size=None, num_workers=2)
         with pytest.raises(ValueError, match="batch_size 15 on 2 readers doesn't divide 20 rows into equal batches"):
             next(iter(loader))

@@ -1,12 +1,14 @@
-"""Fixtures for all tests of the pipeline: a log in a file, and a data set made of one."""
+"""Fixtures for all tests of the pipeline: a log in a file, a data set made of one, and files at URLs."""
 
 from __future__ import annotations
 
 import gzip
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 from random_logs import ROWS, Rows, make, to_text
 
@@ -37,3 +39,11 @@ def made_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(made_data: Path, tmp_path: Path) -> Path:
     """A copy of the data set made of `ROWS`."""
     return shutil.copytree(made_data, tmp_path / "data")
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """A file system in memory."""
+    files = fsspec.filesystem("memory")
+    yield files
+    files.store.clear()

@@ -10,6 +10,7 @@ import pandas as pd
 
 from data_pipeline.manifest import Manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import Column, Kind, LogSchema, Transform
 
 Rows = list[list[str]]
 
@@ -31,6 +32,13 @@ def random_rows(count: int, *, labeled: bool = True, seed: int = 0) -> Rows:
 
 
 ROWS = random_rows(400)
+
+
+def schema_of(kinds: dict[str, Kind], *, element_separator: str = "|", transform: Transform = "log", **settings: Any) -> LogSchema:
+    """Return the schema of logs with columns of these kinds, separated by commas if nothing else is set."""
+    same: dict[str, Any] = {"separator": element_separator, "transform": transform}
+    columns = tuple(Column(name=name, kind=kind, **same) for name, kind in kinds.items())
+    return LogSchema(columns=columns, **{"separator": ",", **settings})
 
 
 def to_text(rows: Rows, newline: str = "\n") -> bytes:

@@ -13,14 +13,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from random_logs import make, read
+from random_logs import make, read, schema_of
+from refusals import refuse
 
 from data_pipeline.cells import parse_table
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.reference import hash_text
-from data_pipeline.schema import Column, LogSchema
+from data_pipeline.schema import Column, Kind, LogSchema
 from data_pipeline.tables import json_types, parse_text
 
 MARKS = ("NA", "NaN")
@@ -48,22 +49,19 @@ BYTES = pa.large_binary()
     ("column", "array", "values", "bad"),
     [
         ({"kind": "label"}, pa.array([True, False, None]), [1, 0], [""]),
-        ({"kind": "label"}, pa.array(["1.0", "True", "false", "2"]), [1, 1, 0], ["2"]),
+        ({"kind": "label"}, pa.array([1.0, 0.0, 0.5]), [1, 0], ["0.5"]),
         ({"kind": "integer"}, pa.array([1.0, None, 1.5, 2.0**31]), [1, None], ["1.5", "2147483648"]),
-        ({"kind": "integer"}, pa.array(["-7", "64.0", "", "1e3", " 1"]), [-7, 64, None], ["1e3", " 1"]),
         ({"kind": "int64"}, pa.array([2**63 - 1, -(2**63)]), [2.0**63, -(2.0**63)], []),
         ({"kind": "int64"}, pa.array(["9223372036854775807", f"93{0:017}", "5.5"]), [2.0**63], [f"93{0:017}", "5.5"]),
         ({"kind": "float"}, pa.array([1.5, float("nan"), 1e39, float("inf")]), [1.5, None], ["1e+39", "inf"]),
         ({"kind": "float"}, pa.array([".5", "-2e3", "+1.", "inf", "nan", "1e999", "1,5", "0x1", "--1", "1e"]), [0.5, -2000, 1], 7),
         ({"kind": "weight"}, pa.array(["0", "2.5", "-1", "", "nan", "1e40"]), [0, 2.5], ["-1", "", "nan", "1e40"]),
-        ({"kind": "hex"}, pa.array(["fF", "", "123456789", "xyz"]), [255, None], ["123456789", "xyz"]),
         ({"kind": "hex"}, pa.array([-1, 0, 2**32 - 1, 2**32, None]), [0, 2**32 - 1, None], ["-1", "4294967296"]),
         ({"kind": "hex"}, pa.array([0.0, 7.0, 0.5, None]), [0, 7, None], ["0.5"]),
         ({"kind": "category"}, pa.array([7, None]), [hash_text(b"7"), None], []),
         ({"kind": "category"}, pa.array([True, False]), [hash_text(b"1"), hash_text(b"0")], []),
         ({"kind": "category"}, pa.array([7.0, None, 7.5]), [hash_text(b"7"), None], ["7.5"]),
         ({"kind": "category"}, pa.array([b"\xff", b""]), [hash_text(b"\xff"), None], []),
-        ({"kind": "list"}, pa.array(["a|b", "", "a||b"]), [[hash_text(b"a"), hash_text(b"b")], []], ["a||b"]),
         ({"kind": "list"}, pa.array([[1], None, [None]]), [[hash_text(b"1")], []], ["null"]),
         ({"kind": "list"}, pa.array([[True], []]), [[hash_text(b"1")], []], []),
         ({"kind": "time"}, pa.array([5, None]), [5.0], [""]),
@@ -80,8 +78,7 @@ def test_values(column: dict[str, Any], array: pa.Array, values: list[Any], bad:
 
 
 def test_types_that_cannot_be_read() -> None:
-    with pytest.raises(ValueError, match="x has type struct<a: int64>, which is not a 32-bit integer in each row"):
-        cells(pa.array([{"a": 1}]), kind="integer")
+    refuse("x has type struct<a: int64>, which is not a 32-bit integer in each row", cells, pa.array([{"a": 1}]), kind="integer")
 
 
 @given(st.lists(st.binary(max_size=20), max_size=8))
@@ -97,7 +94,7 @@ def test_texts_of_any_type_have_one_hash(values: list[bytes]) -> None:
 @pytest.mark.parametrize("form", ["text", "csv", "jsonl", "parquet"])
 def test_marks_of_missing_cells_are_empty_cells(tmp_path: Path, form: str) -> None:
     """In every format, in requests and in lookups."""
-    kinds = {"y": "label", "x": "integer", "z": "float", "c": "category", "l": "list"}
+    kinds: dict[str, Kind] = {"y": "label", "x": "integer", "z": "float", "c": "category", "l": "list"}
     records = [["0", "1", "0.5", "a", "p|q"], ["1", "NA", "NaN", "NA", "NaN"], ["0", "", "", "", ""], ["1", "3", "NaN", "b", "r"]]
     rows = [dict(zip(kinds, record, strict=True)) for record in records]
     if form == "jsonl":
@@ -106,8 +103,7 @@ def test_marks_of_missing_cells_are_empty_cells(tmp_path: Path, form: str) -> No
         pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "log", use_dictionary=["c"])
     else:
         (tmp_path / "log").write_text("".join(",".join(record) + "\n" for record in records))
-    columns = tuple(Column(name=name, kind=kind) for name, kind in kinds.items())  # type: ignore[arg-type]
-    schema = LogSchema(columns=columns, separator=",", format="csv" if form == "parquet" else form, missing=MARKS)  # type: ignore[arg-type]
+    schema = schema_of(kinds, format="csv" if form == "parquet" else form, missing=MARKS)
     make(tmp_path / "log", tmp_path / "data", schema=schema, min_count=1, val_fraction=0, test_fraction=0)
     written = read(tmp_path / "data")
     assert written["x"].tolist() == pytest.approx([np.log(2), 0, 0, np.log(4)])
@@ -130,7 +126,6 @@ def test_unknown_marks_of_missing_cells_name_the_setting(kind: str) -> None:
 ZONES = {"": 0, "Z": 0, "UTC": 0, " UTC": 0, "+00:00": 0, "+02:00": 120, "-0530": -330, "+09": 540}
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     moment=st.datetimes(datetime(1800, 1, 1), datetime(2200, 1, 1)),
     zone=st.sampled_from(sorted(ZONES)),
@@ -161,25 +156,9 @@ def test_far_times_and_nanoseconds(unit: str) -> None:
     assert cells(stamps, kind="time")[0] == [moment.timestamp() for moment in moments]
 
 
-JSON = LogSchema(
-    columns=(
-        Column(name="a", kind="category"),
-        Column(name="n", kind="float"),
-        Column(name="l", kind="list"),
-        Column(name="again", kind="category", column="a"),
-    ),
-    format="jsonl",
-)
+SINGLE = schema_of({"a": "category", "n": "float", "l": "list"}, format="jsonl")
+JSON = replace(SINGLE, columns=(*SINGLE.columns, Column(name="again", kind="category", column="a")))
 FIRST = b'{"a": "x", "n": 1, "l": ["p"]}\n'
-
-
-def test_an_ignored_column_of_json_does_not_decide_its_type() -> None:
-    ignored = (Column(name="id", kind="ignore"), Column(name="user", kind="category", column="id"))
-    assert json_types(b'{"id": 1152921504606847000}', replace(JSON, columns=ignored)).field("id").type == pa.int64()
-
-
-def test_json_has_no_header() -> None:
-    assert not replace(JSON, header=True).header
 
 
 @pytest.mark.parametrize(
@@ -199,7 +178,6 @@ def test_json_has_no_header() -> None:
         (b'{"n": 01}', "it is not JSON (Missing a comma or '}' after an object member)"),
         (b'{"a": "x"}{"a": "y"}', "a value doesn't end on its line, or others follow it"),
         (b'{"a":', "it is not a JSON object"),
-        (b"[1]", "it is not a JSON object"),
         (b"  ", "it is not a JSON object"),
         (b"\r", "blank line"),
         (b'{"a": "x", "l": ' + b"[" * 5000 + b"]" * 5000 + b"}", "l holds the type array where the log's first lines hold string"),
@@ -231,15 +209,17 @@ def test_types_of_json(first: bytes, types: list[pa.DataType]) -> None:
     assert json_types(first, JSON).types == types
 
 
-def test_numbers_of_another_type() -> None:
+def test_other_types_of_json() -> None:
+    """An ignored column doesn't decide a type, and numbers must have that of the first lines."""
+    ignored = (Column(name="id", kind="ignore"), Column(name="user", kind="category", column="id"))
+    assert json_types(b'{"id": 1152921504606847000}', replace(JSON, columns=ignored)).field("id").type == pa.int64()
     parsed = parse_text(b'{"a": 7}\n{"a": 7.0}\n', JSON, json_types(b'{"a": 7}\n', JSON))
     assert parsed.reasons == ((1, "7.0 is not of the type int64 of its column in the log's first lines"),)
 
 
 @pytest.mark.parametrize(("quoted", "form"), [(b"a", "csv"), (b'"a"', "csv"), (b"a", "text")])
 def test_a_byte_order_mark_is_not_a_part_of_the_first_value(quoted: bytes, form: str, tmp_path: Path) -> None:
-    columns = (Column(name="c", kind="category"), Column(name="y", kind="label"))
     (tmp_path / "log").write_bytes(b"\xef\xbb\xbf" + quoted + b",0\na,1\n")
-    schema = LogSchema(columns=columns, separator=",", format=form)  # type: ignore[arg-type]
+    schema = schema_of({"c": "category", "y": "label"}, format=form)
     manifest = make(tmp_path / "log", tmp_path / "data", schema=schema, val_fraction=0, test_fraction=0)
     assert manifest.categorical_columns[0].distinct == 1

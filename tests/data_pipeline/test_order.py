@@ -1,4 +1,4 @@
-"""Ids in order of similarity: neighbors occur with the same values, only training values matter, and data sets stay valid."""
+"""Ids in order of similarity: neighbors occur with the same values, only training values matter, and frequent ids come first."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+import torch.nn.functional as F
 from consistency import verify
 from hypothesis import given
 from hypothesis import strategies as st
-from random_logs import read
+from random_logs import read, schema_of
+from refusals import refuse
+from torchrec import KeyedJaggedTensor
 
+import comera_rec as cr
 from data_pipeline.cooccurrence import cooccurrence_vectors
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.schema import read_schema
 from data_pipeline.similarity import band_of, similarity_order
 from data_pipeline.transform import TransformOptions, transform
 
 GROUPS, VALUES = 8, 480  # values of each column; value v belongs to group v % GROUPS
-SCHEMA = """
-format = "csv"
-[columns]
-label = "label"
-user = "category"
-item = "category"
-"""
+SCHEMA = schema_of({"label": "label", "user": "category", "item": "category"}, format="csv")
 
 
 def grouped_rows(rows: int, seed: int = 0) -> list[list[int]]:
@@ -42,14 +40,12 @@ def grouped_rows(rows: int, seed: int = 0) -> list[list[int]]:
 @pytest.fixture
 def options(tmp_path: Path) -> Callable[..., PreprocessOptions]:
     """`options(rows, name, **options)` -> how to preprocess rows, in order of similarity."""
-    schema = tmp_path / "schema.toml"
-    schema.write_text(SCHEMA)
 
     def make(rows: list[list[int]], name: str, **chosen: object) -> PreprocessOptions:
         with (tmp_path / f"{name}.csv").open("w", newline="") as file:
             csv.writer(file).writerows(rows)
         settings = {"output": tmp_path / name, "part_bytes": 20_000, "order": "similarity", **chosen}
-        return PreprocessOptions(inputs=(tmp_path / f"{name}.csv",), schema=read_schema(schema), **settings)  # type: ignore[arg-type]
+        return PreprocessOptions(inputs=(tmp_path / f"{name}.csv",), schema=SCHEMA, **settings)  # type: ignore[arg-type]
 
     return make
 
@@ -115,12 +111,10 @@ def test_new_values_follow_ordered_ones(options: Callable[..., PreprocessOptions
     assert vocabulary(new.output, "user")[: len(users)] == users
 
 
-def test_a_single_column_stays_in_order_of_frequency(options: Callable[..., PreprocessOptions], tmp_path: Path) -> None:
-    (tmp_path / "schema.toml").write_text('format = "csv"\n[columns]\nlabel = "label"\nuser = "category"\n')
+def test_a_single_column_stays_in_order_of_frequency(options: Callable[..., PreprocessOptions]) -> None:
     told: list[str] = []
     single = options([row[:2] for row in grouped_rows(2000)], "single")
-    single = replace(single, schema=read_schema(tmp_path / "schema.toml"))
-    manifest = preprocess(single, told.append)
+    manifest = preprocess(replace(single, schema=replace(SCHEMA, columns=SCHEMA.columns[:2])), told.append)
     assert manifest.categorical_columns[0].order == "frequency"
     assert any("a single categorical column" in line for line in told)
 
@@ -143,3 +137,50 @@ def test_any_values_get_an_order(rows: list[list[int]], more: int) -> None:
     vectors = cooccurrence_vectors(values, ends, 31 + more)
     assert np.isfinite(vectors).all()
     assert sorted(similarity_order(vectors)) == list(range(31 + more))
+
+
+IDS = 400
+
+
+def grouped_batches(count: int = 8, samples: int = 1000) -> list[KeyedJaggedTensor]:
+    """Samples with a user and up to three items of one group; id i belongs to group i % GROUPS."""
+    batches = []
+    for _ in range(count):
+        group = torch.randint(GROUPS, (samples,))
+        lengths = torch.randint(0, 4, (samples,))
+        groups = torch.cat([group, group.repeat_interleave(lengths)])
+        ids = groups + GROUPS * torch.randint(IDS // GROUPS, groups.shape)
+        batches.append(KeyedJaggedTensor(["user", "item"], ids, lengths=torch.cat([torch.ones_like(lengths), lengths])))
+    return batches
+
+
+def test_ids_of_a_group_get_neighboring_positions() -> None:
+    orders = cr.similarity_order(grouped_batches(), {"user": IDS, "item": IDS + 10})
+    for feature, size in (("user", IDS), ("item", IDS + 10)):
+        assert orders[feature].positions.sort().values.equal(torch.arange(size))
+        vectors = F.normalize(orders[feature].vectors[orders[feature].positions[:IDS]])
+        similar = (vectors @ vectors.mT).view(IDS // GROUPS, GROUPS, IDS // GROUPS, GROUPS).mean(dim=(0, 2))
+        assert similar.diag().min() > similar.fill_diagonal_(-1).max()
+        ids = orders[feature].positions.argsort()[:256]
+        assert (ids % GROUPS == ids.roll(1) % GROUPS)[1:].float().mean() > 0.85
+
+
+def test_frequent_ids_come_first() -> None:
+    ids = torch.cat([torch.arange(600), torch.arange(256).repeat(9)])
+    batch = KeyedJaggedTensor(["id", "other"], torch.cat([ids, ids % 7]), lengths=torch.ones(2 * len(ids), dtype=torch.long))
+    assert cr.similarity_order([batch], {"id": 600})["id"].positions[:256].max() < 256
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"user": 10}, r"feature 'user' has id \d+, but num_embeddings is 10: ids run from 0 to 9"),
+        (
+            {"user": 1 << 30, "item": 1 << 30},
+            "the features have 2,147,483,648 ids together: name fewer, with at most 2,147,483,647",
+        ),
+        ({"price": 10}, "a batch has no feature 'price', only user, item"),
+    ],
+)
+def test_mistakes_are_refused(sizes: dict[str, int], message: str) -> None:
+    refuse(message, cr.similarity_order, grouped_batches(1), sizes)

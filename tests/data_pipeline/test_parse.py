@@ -1,37 +1,33 @@
-"""The fast parser, and the compiled loops for ids, agree with the obvious ones, on well-formed and adversarial input."""
+"""The fast parser, and the compiled loops for ids and counts, agree with the obvious ones, on well-formed and adversarial input."""
 
 from __future__ import annotations
 
-import io
+import tempfile
+from collections import Counter as Counts
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_logs import schema_of
 
-from data_pipeline import hashing, native, parts
+from data_pipeline import hashing, native
 from data_pipeline.hashing import IdSource, encode_keys, open_tables, write_table
 from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed, parse
 from data_pipeline.reference import Cell, Malformed, hashed_id, parse_line
-from data_pipeline.schema import Column, LogSchema, criteo_schema, detect_criteo_schema
+from data_pipeline.runs import Run, count_keys, merge, write_run
+from data_pipeline.schema import Column, Kind, LogSchema, criteo_schema, detect_criteo_schema
 
 CRITEO = criteo_schema(labeled=True)
-OTHER = LogSchema(
-    columns=(
-        Column(name="id", kind="ignore"),
-        Column(name="site", kind="category"),
-        Column(name="click", kind="label"),
-        Column(name="tags", kind="list"),
-        Column(name="price", kind="integer"),
-        Column(name="device", kind="hex"),
-        Column(name="bought", kind="label"),
-        Column(name="words", kind="list", separator=" "),
-    ),
-    separator=",",
-)
+KINDS: dict[str, Kind] = {"id": "ignore", "site": "category", "click": "label", "tags": "list"}
+KINDS |= {"price": "integer", "device": "hex", "bought": "label"}
+WORDS = Column(name="words", kind="list", separator=" ")
+OTHER = LogSchema(columns=(*schema_of(KINDS).columns, WORDS), separator=",")
 ONE_COLUMN = LogSchema(columns=(Column(name="tags", kind="list"),))
 GOOD = b"\t".join([b"1"] + [b""] * 39)
 DTYPES = [np.dtype(np.uint32), np.dtype(np.uint64)]
@@ -140,34 +136,14 @@ def test_room_for_lists_is_exact() -> None:
     assert room.size == 3 * (1000 + 49)
 
 
-def test_text_without_an_end_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="the sizes of the arrays don't fit each other"):
-        parse(on_the_heap(GOOD), CRITEO)
-
-
 def test_schema_by_majority() -> None:
     unlabeled = GOOD[2:]
     assert not detect_criteo_schema(b"\n".join([unlabeled, GOOD, unlabeled, b""])).labels
     assert detect_criteo_schema(b"\n".join([unlabeled, GOOD, GOOD, b""])).labels
 
 
-def test_a_part_alone_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, positions = tmp_path / "log.txt", list[int]()
-    log.write_bytes(b"0123456789abcde\n" * 1000)
-
-    class Watched(io.FileIO):
-        def seek(self, position: int, *whence: int) -> int:
-            positions.append(position)
-            return super().seek(position, *whence)
-
-    monkeypatch.setattr(parts, "open_log", lambda log, streamed=False: Watched(log))
-    [part] = parts.read_parts(0, log, part_bytes=160, skip=(50).__ne__)
-    assert (part.start, part.content) == (8000, log.read_bytes()[8000:8160])
-    assert len(positions) <= 4
-
-
 @settings(max_examples=100)
-@given(data=st.data(), dtype=st.sampled_from(DTYPES), buckets=st.integers(2, 1 << 31), room=st.sampled_from([None, 0, 1 << 20]))
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), buckets=st.integers(2, 1 << 31), room=st.sampled_from([None, 0, 30, 1 << 20]))
 def test_ids_equal_the_reference(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: np.dtype, buckets: int, room: int | None
 ) -> None:
@@ -175,7 +151,8 @@ def test_ids_equal_the_reference(
     key = st.one_of(st.integers(0, 9), st.integers(0, 2 ** (8 * dtype.itemsize) - 1))
     values = data.draw(st.lists(key, unique=True, max_size=20))
     path = tmp_path_factory.mktemp("table") / "C1.table"
-    write_table(path, lambda: [np.array(values[:5], dtype), np.array(values[5:], dtype)], len(values), dtype)
+    with patch.object(hashing, "_RANGE_BYTES", data.draw(st.sampled_from([64, 1 << 20]))):  # written at a time
+        write_table(path, lambda: [np.array(values[:5], dtype), np.array(values[5:], dtype)], len(values), dtype)
     ids = {value: number for number, value in enumerate(values, start=1)}
     asked = data.draw(st.lists(st.tuples(key, st.booleans()), max_size=30))
     keys = np.array([[value for value, _ in asked] + [7]] * 2, dtype)[:, :-1]
@@ -188,18 +165,6 @@ def test_ids_equal_the_reference(
     assert zeros.tolist() == [by_table.count(0), by_hash.count(0)]
 
 
-def test_large_tables_are_written_range_by_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "_RANGE_BYTES", 1 << 14)
-    keys = np.random.default_rng(0).choice(1 << 32, 20_000, replace=False).astype(np.uint32)
-    write_table(tmp_path / "C1.table", lambda: np.split(keys, 4), len(keys), keys.dtype)
-    wanted = np.arange(1, len(keys) + 1)
-    for room in (None, 1, 1 << 16):
-        for order in (np.arange(len(keys)), np.random.default_rng(1).permutation(len(keys))):
-            table = IdSource(tmp_path / "C1.table", keys.dtype, room)
-            ids, _ = encode_keys([table], keys[order][None], np.zeros((1, len(keys)), np.bool_))
-            assert np.array_equal(ids[0], wanted[order])
-
-
 @pytest.mark.parametrize("pairs", [[], [[1, 7], [2, 8]]])
 def test_a_table_without_free_slots_is_searched_once(tmp_path: Path, pairs: list[list[int]]) -> None:
     """A search must end even in a table from an untrusted file."""
@@ -209,21 +174,45 @@ def test_a_table_without_free_slots_is_searched_once(tmp_path: Path, pairs: list
     assert ids.tolist() == ([[7, 8, 0]] if pairs else [[0, 0, 0]])
 
 
-@pytest.mark.parametrize(
-    ("keys", "missing"),
-    [
-        (np.zeros((1, 4), np.uint32), np.zeros((1, 3), np.bool_)),
-        (np.zeros((1, 4), np.uint32), np.zeros((2, 4), np.bool_)),
-        (np.zeros((2, 4), np.uint32), np.zeros((2, 4), np.bool_)),
-    ],
-)
-def test_arrays_of_other_sizes_are_refused(keys: np.ndarray, missing: np.ndarray) -> None:
-    with pytest.raises(RuntimeError, match="encode_keys_u32: the sizes of the arrays don't fit each other"):
-        encode_keys([IdSource(buckets=5)], keys, missing)
-
-
 @pytest.mark.parametrize("offsets", [[0, 1 << 40, 5], [0, 3, 2], [-1, 0, 5], [0, 3, 6], [0, 5]])
 def test_texts_beyond_their_bytes_are_refused(offsets: list[int]) -> None:
     arrays = (np.zeros(5, np.uint8), np.array(offsets, np.int64), np.zeros(2, np.uint64), np.zeros(2, np.bool_))
     with pytest.raises(RuntimeError, match="hash_texts: the sizes of the arrays don't fit each other"):
         native.hash_texts(*(Array(array, array.dtype) for array in arrays))
+
+
+def test_arrays_of_other_sizes_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="the sizes of the arrays don't fit each other"):
+        parse(on_the_heap(GOOD), CRITEO)  # which lacks the end of its line
+    for keys, missing in (((1, 4), (1, 3)), ((1, 4), (2, 4)), ((2, 4), (2, 4))):
+        with pytest.raises(RuntimeError, match="encode_keys_u32: the sizes of the arrays don't fit each other"):
+            encode_keys([IdSource(buckets=5)], np.zeros(keys, np.uint32), np.zeros(missing, np.bool_))
+
+
+def merged(runs: Sequence[Run], folder: Path, column: int, dtype: np.dtype, entries: int) -> dict[int, int]:
+    pairs: list[tuple[int, int]] = []
+    for keys, counts in merge(runs, folder, column, key_dtype=dtype, entries=entries):
+        pairs += zip(keys.tolist(), counts.tolist(), strict=True)
+    assert [key for key, _ in pairs] == sorted({key for key, _ in pairs}), "distinct and ascending"
+    return dict(pairs)
+
+
+@settings(max_examples=100)
+@given(
+    parts=st.lists(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**32 - 1)), max_size=30), max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    entries=st.integers(1, 40),
+    trains=st.lists(st.booleans(), min_size=4, max_size=4),
+    times=st.sampled_from([1, 1 << 32]),
+)
+def test_counts_equal_a_dictionary(parts: list[list[int]], dtype: np.dtype, entries: int, trains: list[bool], times: int) -> None:
+    """Also counts beyond 32 bits."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, runs, expected = Path(name), list[Run](), Counts[int]()
+        for number, (keys, counts) in enumerate(zip(parts, trains, strict=False)):
+            counted = [count_keys(np.array(column, dtype)) for column in (keys, keys[:1])]
+            columns = [[(values, count * np.uint64(times))] for values, count in counted]
+            runs.append(replace(write_run(folder / str(number), columns, count_bytes=4 if times == 1 else 8), trains=counts))
+            expected.update({key: counts * times * count for key, count in Counts(keys).items()})
+        assert merged(runs, folder, 0, dtype, entries) == dict(expected)
+        assert merged(runs, folder, 1, dtype, entries).keys() == {keys[0] for keys in parts if keys}

@@ -1,5 +1,7 @@
 """A run that was killed at random moments, or stopped on a full disk or at a bad line, resumes and ends like an unbroken one.
 
+Passes on a Dask cluster write the same bytes as on threads, even if workers die.
+
 KILLS=100 pytest tests/data_pipeline/test_resume.py -k killed        # kills per kind of log; takes a quarter of an hour
 """
 
@@ -11,17 +13,23 @@ import random
 import resource
 import shutil
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from random_logs import files_of, random_rows, to_text
+from refusals import refuse
 
-from data_pipeline import atomic
+from data_pipeline import atomic, count_pass, write_pass
+from data_pipeline.job import Job
+from data_pipeline.parts import Part
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import criteo_schema
 
@@ -88,7 +96,10 @@ def test_killed(every_kind: PreprocessOptions) -> None:
             seconds *= 0.8  # so that kills hit runs also where the first one was slow
         else:
             killed += 1
-    preprocess(options)
+    work, said = atomic.hidden(options.output, "partial"), list[str]()
+    resumes = all((work / name).exists() for name in ("identity.json", "data"))
+    preprocess(replace(options, scheduler=None), said.append)  # what a cluster has begun, too
+    assert any(line.startswith("resuming an interrupted run") for line in said) == resumes
     assert files_of(options.output) == expected
     assert not any(path.name.startswith(".") for path in options.output.parent.iterdir())
 
@@ -125,8 +136,7 @@ def test_files_may_not_grow(options: PreprocessOptions, unbroken: dict[str, byte
 @pytest.fixture
 def interrupted(options: PreprocessOptions) -> PreprocessOptions:
     """Options of a run that a malformed line has ended in the second log."""
-    with pytest.raises(ValueError, match=r"day_1.gz:\d+: 1 columns where 40 are expected"):
-        preprocess(replace(options, max_bad_rows=0))
+    refuse(r"day_1.gz:\d+: 1 columns where 40 are expected", preprocess, replace(options, max_bad_rows=0))
     return options
 
 
@@ -148,3 +158,70 @@ def test_allowing_more_bad_rows_resumes_the_run(interrupted: PreprocessOptions, 
     (line,) = messages
     assert line.startswith("resuming an interrupted run")
     assert files_of(interrupted.output) == unbroken
+
+
+COUNT, WRITE = count_pass._count, write_pass._write
+
+
+def _die_once(job: Job, part: Part, what: str, log: int) -> None:
+    """Kill the first process that reaches part 3 of a log."""
+    death = job.options.output.with_name(f"died {what}")
+    if (part.log, part.number) == (log, 3) and not death.exists():
+        death.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying_count(job: Job, part: Part, detail: Any) -> Any:
+    _die_once(job, part, "counting", 1)
+    return COUNT(job, part, detail)
+
+
+def dying_write(*arguments: Any) -> Any:
+    job, part = arguments[1:3]
+    _die_once(job, part, "writing", 0)
+    return WRITE(*arguments)
+
+
+def deadly_count(*_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.distributed
+def test_workers_die(options: PreprocessOptions, unbroken: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths are those of the client."""
+    distributed = pytest.importorskip("distributed", reason="Dask is not installed")
+    monkeypatch.setattr(count_pass, "_count", dying_count)
+    monkeypatch.setattr(write_pass, "_write", dying_write)
+    here = replace(options, inputs=tuple(Path(f"day_{i}.gz") for i in range(3)))
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, memory_limit=None, dashboard_address=":0", silence_logs="CRITICAL"
+    ) as cluster:
+        monkeypatch.chdir(options.output.parent)
+        preprocess(replace(here, scheduler=cluster.scheduler_address))
+    assert {path.name for path in options.output.parent.glob("died *")} == {"died counting", "died writing"}
+    assert files_of(options.output) == unbroken
+
+
+@pytest.mark.distributed
+def test_part_that_kills_every_worker(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    dask = pytest.importorskip("dask", reason="Dask is not installed")
+    monkeypatch.setattr(count_pass, "_count", deadly_count)
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
+        pytest.raises(ValueError, match=r"`scheduler`: several workers died on the same part, .* lower `part_bytes`"),
+    ):
+        preprocess(replace(options, scheduler="local", workers=1))
+
+
+def test_unreachable_scheduler(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("distributed", reason="Dask is not installed")
+    monkeypatch.setattr("data_pipeline.job._WAIT_SECONDS", 1)
+    with socket.socket() as unused:  # no process listens on it
+        unused.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+        refuse(f"`scheduler` {address}: no scheduler with a worker answers", preprocess, replace(options, scheduler=address))
+
+
+def test_without_dask(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    refuse(r"distributed is not installed: install the extra 'dask'", preprocess, replace(options, scheduler="local"))

@@ -21,6 +21,7 @@ TINY = [
     "tokens.row_shape=none", "tokens.col_shape=none", "tokens.tt_ranks=4",
     "training.batch_size=8", "training.lr_dense=0.01", "training.lr_cores=0.01",
 ]  # fmt: skip
+classify, pretrain, recommend = classify_text.classify, pretrain_code.pretrain, next_item.recommend
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -57,16 +58,9 @@ def sentences(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("form", ["tt", "dense"])
 def test_classification_learns(form: str, sentences: list[str], tmp_path: Path, run: Run) -> None:
-    arguments = [
-        *TINY,
-        *sentences,
-        "training.steps=60",
-        f"output={tmp_path / 'run'}",
-        f"tokens.format={form}",
-        f"linears.format={form}",
-        "seed=1",
-    ]
-    status, out, err = run(classify_text.classify, *arguments)
+    forms = [f"tokens.format={form}", f"linears.format={form}"]
+    arguments = [*TINY, *sentences, *forms, "training.steps=60", f"output={tmp_path / 'run'}", "seed=1"]
+    status, out, err = run(classify, *arguments)
     assert (status, err) == (0, ""), "no progress bar in a pipe"
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["accuracy"] > 0.9
@@ -75,13 +69,13 @@ def test_classification_learns(form: str, sentences: list[str], tmp_path: Path, 
     assert f"accuracy {metrics['accuracy']:.4f}" in out
     saved = torch.load(tmp_path / "run" / "model.pt")
     assert metrics["params"] == sum(tensor.numel() for tensor in saved.values())
-    assert "holds a finished run: name another folder" in refusal(run, classify_text.classify, *arguments)
+    assert "holds a finished run: name another folder" in refusal(run, classify, *arguments)
 
 
 def test_pretraining_on_code_in_two_phases(tmp_path: Path, run: Run) -> None:
     ranks = ["ranks.early_steps=30", "ranks.late_steps=10", "ranks.truncate_every=2"]
     data = ['data.packages=["json", "bisect.py"]', "model.vocab_size=400", "training.steps=70"]
-    status, out, err = run(pretrain_code.pretrain, *TINY, *data, *ranks, f"output={tmp_path / 'run'}")
+    status, out, err = run(pretrain, *TINY, *data, *ranks, f"output={tmp_path / 'run'}")
     assert (status, err) == (0, "")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["loss"] < math.log(400) - 0.5
@@ -148,38 +142,6 @@ def refusal(run: Run, command: click.Command, *arguments: str) -> str:
     return err
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("train", "text\tlabel\na\t1\n", "the first line must name `label` and one or two `sentence...`"),
-        ("train", "sentence\tlabel\na\n", "train.tsv:2 and the first line have different numbers of columns"),
-        ("train", "sentence\tlabel\na\t1\tb\n", "train.tsv:2 and the first line have different numbers of columns"),
-        ("train", "", "the first line must name"),
-        ("dev", "sentence\tlabel\nw1\tmaybe\n", "has labels ['maybe'] that"),
-    ],
-)
-def test_bad_tables_are_reported_in_one_line(
-    name: str, text: str, message: str, sentences: list[str], tmp_path: Path, run: Run
-) -> None:
-    (tmp_path / f"{name}.tsv").write_text(text)
-    assert message in refusal(run, classify_text.classify, *sentences)
-
-
-@pytest.mark.parametrize(
-    ("command", "override", "message"),
-    [
-        (classify_text.classify, "model.heads=3", "unknown key model.heads; "),
-        (classify_text.classify, "training.steps=0", "training.steps is 0: give a positive number"),
-        (classify_text.classify, "data.train=/nowhere.tsv", "No such file or directory: '/nowhere.tsv'"),
-        (pretrain_code.pretrain, 'data.packages=["no_such"]', "data.packages names no_such, which"),
-        (pretrain_code.pretrain, "data.masked=0", "data.masked is 0.0: give a fraction between 0 and 1"),
-        (pretrain_code.pretrain, 'data.packages=["this.py"]', "has only 0 functions: name more packages"),
-    ],
-)
-def test_bad_settings_are_reported_in_one_line(command: click.Command, override: str, message: str, run: Run) -> None:
-    assert message in refusal(run, command, override)
-
-
 @pytest.fixture
 def interactions(tmp_path: Path) -> str:
     """Return the override for a file of users who step through forty items in order, from random starts."""
@@ -197,7 +159,7 @@ def test_next_items_rank_high(form: str, interactions: str, tmp_path: Path, run:
         "model.embed_dim=16", "model.ff_dim=32", "model.max_length=12", "model.dropout=0.0", "model.num_layers=1",
         "training.batch_size=64", "training.steps=150", "training.lr_dense=0.01", "training.lr_cores=0.02",
     ]  # fmt: skip
-    status, output, _ = run(next_item.recommend, *settings)
+    status, output, _ = run(recommend, *settings)
     assert status == 0
     assert "300 users, 40 items" in output
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
@@ -206,13 +168,31 @@ def test_next_items_rank_high(form: str, interactions: str, tmp_path: Path, run:
     assert metrics["table_ratio"] > 1.9 if form == "tt" else metrics["table_ratio"] == 1
 
 
+PATH = "data.path={folder}/log.txt"
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [(None, "can't be read"), ("1 2\n3\n", "with fewer than two values"), ("1 2\n1 3\n", "no user with 3 or more")],
+    ("command", "files", "override", "message"),
+    [
+        (classify, {"train.tsv": "text\tlabel\na\t1\n"}, "seed=1", "must name `label` and one or two `sen"),
+        (classify, {"train.tsv": "sentence\tlabel\na\t1\tb\n"}, "seed=1", "train.tsv:2 and the first line have"),
+        (classify, {"dev.tsv": "sentence\tlabel\nw1\tmaybe\n"}, "seed=1", "has labels ['maybe'] that"),
+        (classify, {}, "model.heads=3", "unknown key model.heads; "),
+        (classify, {}, "training.steps=0", "training.steps is 0: give a positive number"),
+        (classify, {}, "data.train=/nowhere.tsv", "No such file or directory: '/nowhere.tsv'"),
+        (pretrain, {}, 'data.packages=["no_such"]', "data.packages names no_such, which"),
+        (pretrain, {}, "data.masked=0", "data.masked is 0.0: give a fraction between 0 and 1"),
+        (pretrain, {}, 'data.packages=["this.py"]', "has only 0 functions: name more packages"),
+        (recommend, {}, PATH, "can't be read"),
+        (recommend, {"log.txt": "1 2\n3\n"}, PATH, "with fewer than two values"),
+        (recommend, {"log.txt": "1 2\n1 3\n"}, PATH, "no user with 3 or more"),
+    ],
 )
-def test_files_without_histories_are_named(text: str | None, message: str, tmp_path: Path, run: Run) -> None:
-    if text is not None:
-        (tmp_path / "log.txt").write_text(text)
-    log, output = (f"{key}={tmp_path / name}" for key, name in (("data.path", "log.txt"), ("output", "run")))
-    assert message in refusal(run, next_item.recommend, log, output)
+def test_mistakes_are_reported_in_one_line(
+    command: click.Command, files: dict[str, str], override: str, message: str, sentences: list[str], tmp_path: Path, run: Run
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    tables = sentences if command is classify else []
+    assert message in refusal(run, command, *tables, override.format(folder=tmp_path), f"output={tmp_path / 'run'}")
     assert not (tmp_path / "run").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refuse
 
 from comera_rec.report.page import summary_table, write_report, write_summary
 from comera_rec.report.runs import read_runs
@@ -88,10 +89,9 @@ def test_page(dense: Path, compressed: Path, running: Path, tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
 
 
-def test_one_run_alone(running: Path, compressed: Path, tmp_path: Path) -> None:
-    for run in (running, compressed):
-        write_report(read_runs([run]), tmp_path / "report.html")
-        assert "smaller tables" not in (tmp_path / "report.html").read_text()
+def test_one_run_alone(running: Path, tmp_path: Path) -> None:
+    write_report(read_runs([running]), tmp_path / "report.html")
+    assert "smaller tables" not in (tmp_path / "report.html").read_text()
     (running / "metrics.jsonl").unlink()
     write_report(read_runs([running]), tmp_path / "report.html")
     assert "<svg" not in (tmp_path / "report.html").read_text()
@@ -121,18 +121,15 @@ def test_summary(compressed: Path, running: Path, tmp_path: Path) -> None:
     write_summary(read_runs([compressed, running, diverged]), tmp_path / "summary.json")
     write_report(read_runs([diverged]), tmp_path / "report.html")
     summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
-    assert list(summary) == ["compressed", "running", "diverged"]
     assert summary["diverged"]["step_ms"] is None
-    expected = {"params": 50_567, "bytes": 202_268, "auc": 0.7479, "ne": 0.85, "logloss": 0.44, "step_ms": 10.0, "peak_mib": 250.0}
-    assert summary["compressed"].items() >= {**expected, "table_bytes": 202_268, "finished": True}.items()
+    expected = {"params": 50_567, "table_bytes": 202_268, "auc": 0.7479, "ne": 0.85, "peak_mib": 250.0, "finished": True}
+    assert summary["compressed"].items() >= expected.items()
     assert summary["running"].items() >= {"finished": False, "params": None, "auc": 0.73}.items()
 
 
 def test_not_a_run(tmp_path: Path, compressed: Path) -> None:
-    with pytest.raises(ValueError, match=r"no run to report on"):
-        read_runs([])
-    with pytest.raises(ValueError, match=r"absent is not a run: it holds no config.json; give a folder that `comera train` wrote"):
-        read_runs([compressed, tmp_path / "absent"])
+    for runs, message in (([], "no run to report on"), ([compressed, tmp_path / "absent"], "absent is not a run: it holds no")):
+        refuse(message, read_runs, runs)
 
 
 def test_damaged_files(compressed: Path) -> None:
@@ -140,9 +137,7 @@ def test_damaged_files(compressed: Path) -> None:
     for damaged in (b"text", b'{"kind": "tr\xffin"}'):
         lines = [*(line.encode() for line in metrics[:2]), damaged, *(line.encode() for line in metrics[2:]), b""]
         (compressed / "metrics.jsonl").write_bytes(b"\n".join(lines))
-        with pytest.raises(ValueError, match=r"metrics.jsonl, line 3, is damaged .*; remove the line"):
-            read_runs([compressed])
+        refuse(r"metrics.jsonl, line 3, is damaged .*; remove the line", read_runs, [compressed])
     (compressed / "result.json").write_bytes(b'{"auc": "\xff"}')
     (compressed / "metrics.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"result.json is damaged .*; train the run again"):
-        read_runs([compressed])
+    refuse(r"result.json is damaged .*; train the run again", read_runs, [compressed])

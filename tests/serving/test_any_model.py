@@ -10,9 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from foreign_programs import CONFIG, DIM, PROGRAMS, SIZES, Program, batch, collection
+from hypothesis import given
+from hypothesis import strategies as st
+from refusals import refuse
 from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -26,10 +31,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import comera_rec as cr
 from comera_rec.nn import TTModule, TTTable
-from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.rank import truncate_ranks_
 from comera_rec.serving.arguments import flattened, named_arguments, named_outputs
-from comera_rec.serving.forms import FORMS, served_table, serving_copy, serving_layer
+from comera_rec.serving.forms import FORMS, serving_copy
+from comera_rec.serving.onnx import DECOMPOSITIONS
 from comera_rec.serving.package import ServingModel, read_metadata
 
 OUTSIDE = """
@@ -163,46 +168,34 @@ def test_weights_several_batches_and_empty_rows(tmp_path: Path) -> None:
     assert metadata.inputs[0].keys == {"day": 7, "item": None, "place": 70, "user": 120}
     others = [arguments(*sizes) for sizes in ((4, 1), (1, 0), (1, 1), (2, 1), (5, 3))]
     package, outside = ServingModel(tmp_path / "model.pt2"), answers_outside(tmp_path / "model.pt2", [*map(flattened, others)])
-    for given, answer in zip(others, outside, strict=True):
-        expected = scored(model, given)
-        torch.testing.assert_close(list(package(*flattened(given))), expected, rtol=1e-5, atol=1e-5)
+    for asked, answer in zip(others, outside, strict=True):
+        expected = scored(model, asked)
+        torch.testing.assert_close(list(package(*flattened(asked))), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(list(answer), expected, rtol=1e-5, atol=1e-5)
 
 
 class Broken(nn.Module):
-    """A model with a mistake."""
+    """Pools rows, with a mistake or none."""
 
-    def __init__(self, forward: Callable[[EmbeddingBagCollection, Tensor, KeyedJaggedTensor], Any]) -> None:
+    def __init__(self, mistake: str = "") -> None:
         super().__init__()
-        self.tables, self.body = cr.compress_(collection("cpu", "user", "item"), tables=CONFIG), forward
+        self.tables, self.mistake = cr.compress_(collection("cpu", "user", "item"), tables=CONFIG), mistake
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Any:
-        return self.body(self.tables, dense, sparse)
-
-
-def branches(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-    pooled = tables(sparse).values()
-    return pooled if dense.sum() > 0 else -pooled
-
-
-def sums(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-    offsets = sparse.offsets()[: dense.shape[0] + 1].int()
-    return tables(sparse).values() + torch.ops.fbgemm.segment_sum_csr(1, offsets, sparse.values().float())[:, None]
-
-
-def random(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-    return dense + torch.rand(dense.shape[0], 1)
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        pooled = self.tables(sparse).values()
+        if self.mistake == "branches":
+            return pooled if dense.sum() > 0 else -pooled
+        if self.mistake == "foreign operator":
+            offsets = sparse.offsets()[: dense.shape[0] + 1].int()
+            return pooled + torch.ops.fbgemm.segment_sum_csr(1, offsets, sparse.values().float())[:, None]
+        if self.mistake == "random":
+            return dense + torch.rand(dense.shape[0], 1)
+        if self.mistake == "class":
+            return pooled * (1 + isinstance(self.tables, cr.TTEmbeddingBagCollection))
+        return dense @ dense if self.mistake == "shapes" else pooled
 
 
-def of_this_class(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-    return tables(sparse).values() * (1 + isinstance(tables, cr.TTEmbeddingBagCollection))
-
-
-def pooled(tables: EmbeddingBagCollection, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-    return tables(sparse).values()
-
-
-def given(**changes: Any) -> dict[str, Any]:
+def inputs(**changes: Any) -> dict[str, Any]:
     return {"dense": batch(0, range(1)).dense_features, "sparse": batch(0, range(1)).sparse_features} | changes
 
 
@@ -211,40 +204,35 @@ THREE_ROWS = KeyedJaggedTensor(["user"], torch.arange(3), lengths=torch.ones(3, 
 
 
 @pytest.mark.parametrize(
-    ("body", "sample", "options", "message"),
+    ("mistake", "sample", "options", "message"),
     [
-        (pooled, given(sparse=ONE_KEY), {}, "table 'item' looks up feature 'item', which the batch lacks: it has ['user']"),
-        (pooled, (torch.rand(4, 3),), {}, "sample_batch doesn't fit forward(dense: 'Tensor', sparse: 'KeyedJaggedTensor')"),
-        (pooled, given(dense=object()), {}, "dense is a object: give tensors, KeyedJaggedTensors and numbers"),
-        (pooled, given(sparse=ONE_KEY, dense=THREE_ROWS), {},
+        ("", inputs(sparse=ONE_KEY), {}, "table 'item' looks up feature 'item', which the batch lacks: it has ['user']"),
+        ("", (torch.rand(4, 3),), {}, "sample_batch doesn't fit forward(dense: 'Tensor', sparse: 'KeyedJaggedTensor')"),
+        ("", inputs(dense=object()), {}, "dense is a object: give tensors, KeyedJaggedTensors and numbers"),
+        ("", inputs(sparse=ONE_KEY, dense=THREE_ROWS), {},
          "dense has 3 rows and sparse has 4 rows: give a sample batch with one number of rows"),
-        (lambda tables, dense, sparse: dense @ dense, given(), {}, "forward fails on sample_batch: RuntimeError: mat1 and mat2"),
-        (branches, given(), {}, "the model can't be captured: "),
-        (sums, given(), {}, "a package can't call fbgemm.segment_sum_csr.default (in the model)"),
-        (random, given(), {}, "output of the package differs by "),
-        (of_this_class, given(), {"dtype": "int8"}, "output of the package differs by "),
-        (pooled, given(), {"form": "slow"}, "form is 'slow': choose 'portable' or 'fast'"),
-        (pooled, given(), {"dtype": "int4"}, "dtype is 'int4': choose one of 'float32', 'bfloat16', 'int8'"),
+        ("shapes", inputs(), {}, "forward fails on sample_batch: RuntimeError: mat1 and mat2"),
+        ("branches", inputs(), {}, "the model can't be captured: "),
+        ("foreign operator", inputs(), {}, "a package can't call fbgemm.segment_sum_csr.default (in the model)"),
+        ("random", inputs(), {}, "output of the package differs by "),
+        ("class", inputs(), {"dtype": "int8"}, "output of the package differs by "),
+        ("", inputs(), {"form": "slow"}, "form is 'slow': choose 'portable' or 'fast'"),
+        ("", inputs(), {"dtype": "int4"}, "dtype is 'int4': choose one of 'float32', 'bfloat16', 'int8'"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line_and_leave_nothing(
-    body: Callable, sample: Any, options: dict[str, str], message: str, tmp_path: Path
+    mistake: str, sample: Any, options: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    if body is random:
+    if mistake == "random":
         pytest.importorskip("onnxruntime")
-    output = tmp_path / ("model.onnx" if body is random else "model.pt2")  # which would be compiled first
-    with pytest.raises(ValueError) as raised:
-        cr.export(Broken(body), sample, output, **options)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
+    output = tmp_path / ("model.onnx" if mistake == "random" else "model.pt2")  # which would be compiled first
+    refuse(re.escape(message), cr.export, Broken(mistake), sample, output, **options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_outputs_that_are_no_packages_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is a folder: name a file, such as .*model\.pt2"):
-        cr.export(Broken(pooled), given(), tmp_path)
-    with pytest.raises(ValueError, match=r"model doesn't end in \.pt2"):
-        cr.export(Broken(pooled), given(), tmp_path / "model")
+    refuse(r"is a folder: name a file, such as .*model\.pt2", cr.export, Broken(), inputs(), tmp_path)
+    refuse(r"model doesn't end in \.pt2", cr.export, Broken(), inputs(), tmp_path / "model")
 
 
 @pytest.fixture
@@ -274,16 +262,8 @@ def mixed() -> cr.TTEmbeddingBagCollection:
     return made
 
 
-def test_served_rows_are_the_tables(mixed: cr.TTEmbeddingBagCollection) -> None:
-    for name in ("t2", "t3", "t4"):
-        table = served_table(mixed.tt_bag(name))
-        assert len(table.formed) == 20
-        matrix = mixed.tt_bag(name).dense_matrix().detach()
-        torch.testing.assert_close(rows_of(table, torch.arange(1111)), matrix, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("emptied", ["t2$", "t.$", r"t2.hot_rows.1", "t..hot_rows", "t"])
+@pytest.mark.parametrize("emptied", ["none", "t2$", "t.$", r"t2.hot_rows.1", "t..hot_rows", "t"])
 @torch.no_grad()
 def test_parts_truncated_to_rank_0_add_nothing(form: str, emptied: str, mixed: cr.TTEmbeddingBagCollection) -> None:
     for name, module in mixed.tt_bags.named_modules():
@@ -293,20 +273,11 @@ def test_parts_truncated_to_rank_0_add_nothing(form: str, emptied: str, mixed: c
     truncate_ranks_(mixed, threshold=1e-12)
     features = [f"f{order}" for order in (2, 3, 4)] + ["a", "b"]
     lengths = torch.randint(0, 3, (5 * 7,))
-    values = torch.cat([torch.randint(0, 1111 if k < 3 else 30, (int(lengths[7 * k : 7 * k + 7].sum()),)) for k in range(5)])
+    values = torch.randint(0, 30, (int(lengths.sum()),))
+    values[::2] += torch.randint(0, 1081, values[::2].shape) * (torch.arange(35).repeat_interleave(lengths)[::2] < 21)  # not in d
     batch = KeyedJaggedTensor(features, values, lengths=lengths)
     served, _ = serving_copy(mixed, {"features": batch}, form, "float32")
     torch.testing.assert_close(served(batch).values(), mixed(batch).values(), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("ranks", [2, 16])
-def test_a_tt_layer_keeps_its_values(ranks: int) -> None:
-    layer = cr.TTLinear(30, 20, tt_ranks=ranks)
-    with torch.no_grad():
-        for rank in layer.rank_parameters():
-            nn.init.uniform_(rank)
-    input = torch.randn(5, 30)
-    torch.testing.assert_close(serving_layer(layer)(input), layer(input), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dense", [3, 0])
@@ -314,12 +285,15 @@ def test_a_tt_layer_keeps_its_values(ranks: int) -> None:
 def test_every_architecture_is_served(
     architecture: str, dense: int, mixed: cr.TTEmbeddingBagCollection, random_jagged: Callable[..., KeyedJaggedTensor]
 ) -> None:
-    linears, configs = cr.LinearCompression(tt_ranks=2, min_features=8, policy="always"), mixed.embedding_bag_configs()
+    linears = cr.LinearCompression(tt_ranks=2 if architecture == "dlrm" else 16, min_features=8, policy="always")
+    configs = mixed.embedding_bag_configs()
     sizes = {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
     model = cr.build_dlrm(configs, dense_in_features=dense, linears=linears, cross_layers=2 * (architecture == "dcn"), **sizes)
     features = random_jagged({"f2": 1111, "f3": 1111, "f4": 1111, "a": 30, "b": 30}, 5)
     arguments = {"dense_features": torch.randn(5, dense), "sparse_features": features}
     with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            nn.init.uniform_(parameter) if "rank" in name else None
         expected = model.eval()(**arguments)
         for form in FORMS:
             served, _ = serving_copy(model, arguments, form, "float32")
@@ -346,3 +320,63 @@ def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool, random
     for name, found in served(batch).items():
         torch.testing.assert_close(found.values(), expected[name].values())
         assert found.lengths().equal(expected[name].lengths())
+
+
+aten = torch.ops.aten
+
+
+@given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=9), is_last=st.booleans(), seed=st.integers(0, 99))
+def test_decompositions_are_the_operators(sizes: list[int], is_last: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    lengths = torch.tensor(sizes)
+    ends, count = lengths.cumsum(0), sum(sizes)
+    offsets = torch.cat([ends.new_zeros(1), ends])[: None if is_last else -1]
+    weight, ids, weights, values = torch.randn(7, 3), torch.randint(7, (count,)), torch.rand(count), torch.randint(-2, 40, (11,))
+    for right in (False, True):
+        found = DECOMPOSITIONS[aten.searchsorted.Tensor](ends, values, right=right)
+        assert found.equal(torch.searchsorted(ends, values, right=right))
+    repeated = DECOMPOSITIONS[aten.repeat_interleave.self_Tensor](torch.arange(len(sizes)), lengths, output_size=count)
+    assert repeated.equal(torch.arange(len(sizes)).repeat_interleave(lengths))
+    for each in (None, weights):
+        bags = DECOMPOSITIONS[aten._embedding_bag.default](weight, ids, offsets, False, 0, False, each, is_last)[0]
+        expected = F.embedding_bag(ids, weight, offsets, mode="sum", per_sample_weights=each, include_last_offset=is_last)
+        torch.testing.assert_close(bags, expected)
+
+
+@pytest.mark.parametrize(("name", "dtype", "atol"), [("managed", "float32", 1e-5), ("bert4rec", "int8", 0.05)])
+def test_onnxruntime_gives_the_models_numbers(name: str, dtype: str, atol: float, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    whole = PROGRAMS[name].model("cpu").eval()
+    table = next(module for module in whole.modules() if isinstance(module, TTTable))
+    table.set_row_order_(torch.randperm(table.num_embeddings))
+    model, sample = PROGRAMS[name].served(whole, batch(0, range(2)))
+    metadata = cr.export(model, sample, tmp_path / "model.onnx", dtype=dtype)
+    model, other = PROGRAMS[name].served(whole, batch(7, range(5)))
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    tensors = dict(zip(metadata.names, flattened(named_arguments(model, other)), strict=True))
+    outputs = session.run(None, {given.name: tensors[given.name].numpy() for given in session.get_inputs()})
+    with torch.no_grad():
+        expected = named_outputs(model(*other) if isinstance(other, tuple) else model(other))
+    for actual, (_, wanted) in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(actual, wanted.numpy(), atol=atol, rtol=1e-4)
+
+
+def test_losses_of_large_logits_are_exact(tmp_path: Path) -> None:
+    class Losses(torch.nn.Module):
+        def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return F.logsigmoid(logits), F.binary_cross_entropy_with_logits(logits, labels, pos_weight=torch.tensor(3.0))
+
+    pytest.importorskip("onnxruntime")
+    cr.export(Losses(), (torch.tensor([-90.0, -16, 0, 16, 90]), torch.tensor([1.0, 0, 1, 0, 1])), tmp_path / "model.onnx")
+
+
+def test_what_onnx_lacks_is_refused(tmp_path: Path) -> None:
+    class Sorts(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.eigvalsh(x @ x.mT)
+
+    pytest.importorskip("onnxruntime")
+    refuse(r"can't be written as ONNX: .*_linalg_eigh", cr.export, Sorts(), torch.randn(3, 3), tmp_path / "model.onnx")
+    refuse("drop form='fast'", cr.export, Sorts(), torch.randn(3, 3), tmp_path / "model.onnx", form="fast")
+    assert not list(tmp_path.iterdir())

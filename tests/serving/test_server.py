@@ -5,28 +5,129 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import uvloop
-from test_load import ROWS, error_of, good_rows, refuse_mistakes, serving_process
+from refusals import refuse
 
 from comera_rec.serving.batching import merge
 from comera_rec.serving.package import FeatureInput, ModelMetadata, ServingModel, TensorInput
 from comera_rec.serving.server import ServeOptions, Server, listen, serve
+from comera_rec.serving.score import flat_rows
 from data_pipeline.encoder import RequestEncoder
+from data_pipeline.manifest import file_sha256, read_manifest
+
+ROWS = 5
+INFER = "/v2/models/model/infer"
+
+
+def good_rows(data: Path) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Build an inference request of some test rows; also return the rows as tensors."""
+    manifest = read_manifest(data)
+    flat = flat_rows(pq.read_table(data / manifest.splits["test"].shards[0].path).slice(0, ROWS), manifest)
+    inputs = [
+        {"name": name, "datatype": datatype, "shape": list(part.shape), "data": part.tolist()}
+        for name, datatype, part in zip(("dense", "values", "lengths"), ("FP32", "INT64", "INT32"), flat, strict=True)
+    ]
+    return {"inputs": inputs}, tuple(map(torch.from_numpy, flat))
+
+
+def bad_requests(good: dict[str, Any]) -> list[tuple[str, str, bytes | None]]:
+    """Requests with one mistake each: method, path and body."""
+    dense, values, lengths = (tensor["data"] for tensor in good["inputs"])
+    wrapped = [lengths[0] + (1 << 32), *lengths[1:]]  # as 32-bit integers these are the lengths
+    changes: list[tuple[int, dict[str, Any]]] = [
+        (0, {"data": [row[:-1] for row in dense]}),
+        *((0, {"data": [[odd, *row[1:]] for row in dense]}) for odd in (None, "1", 1e39)),
+        *((1, {"data": [odd, *values[1:]]}) for odd in (1 << 40, 0.5)),
+        (1, {"data": [1 << 63, -1, *values[2:]]}),
+        (1, {"datatype": "FP32"}),
+        *((1, {"shape": shape, "data": data}) for shape, data in (([0, 1 << 63], []), ([1] * 99, [1]))),
+        *((2, {"shape": shape}) for shape in ([1], "all")),
+        *((2, {"data": wrapped, "datatype": datatype}) for datatype in ("INT32", "INT64")),
+        (0, {"name": [1]}),
+        *((0, {key: "DEEP"}) for key in ("name", "datatype", "shape", "data", "parameters")),
+    ]
+    mistakes: list[Any] = [[], {"inputs": []}, {"inputs": ["DEEP"]}]
+    mistakes += [
+        {"inputs": [tensor | change if number == place else tensor for number, tensor in enumerate(good["inputs"])]}
+        for place, change in changes
+    ]
+    mistakes += [good | {"id": odd} for odd in ("DEEP", 7, [])]
+    mistakes += [good | {"outputs": odd} for odd in (5, ["DEEP"], [{"name": "DEEP"}], [{"name": "logits"}])]
+    mistakes += [good | {"parameters": odd} for odd in ("DEEP", {"binary_data_output": "DEEP"})]
+    mistakes_in_rows: list[Any] = [[{}], [5], [], 1, ["DEEP"], "DEEP", [{"I1": "DEEP"}], [{"I1": 1 << 400}], [{}] * 5000]
+
+    def with_deep(content: Any) -> bytes:
+        return json.dumps(content).encode().replace(b'"DEEP"', b"[" * 1000 + b"]" * 1000)
+
+    return [
+        *(("POST", INFER, with_deep(mistake)) for mistake in mistakes),
+        *(("POST", INFER, body) for body in (b"{", b"[" * 100_000, json.dumps(good).encode().replace(b"[[", b"[[NaN, "))),
+        ("POST", f"{INFER}?", b"\xff"),
+        ("POST", "/v2/models/other/infer", json.dumps(good).encode()),
+        *(("POST", "/score", with_deep({"rows": rows})) for rows in mistakes_in_rows),
+        ("POST", "/score", b'{"rows": [{"C1": "\\ud800"}]}'),
+        ("GET", "/score", None),
+        ("GET", "/nowhere", None),
+    ]
+
+
+def error_of(answer: httpx.Response) -> str:
+    (error,) = answer.json().values()
+    return error
+
+
+def refuse_mistakes(client: httpx.Client, good: dict[str, Any], step: int = 1) -> None:
+    """Check that every bad request, or one in `step`, is answered in one line."""
+    for method, path, body in bad_requests(good)[::step]:
+        answer = client.request(method, path, content=body)
+        assert 400 <= answer.status_code < 500, f"{method} {path} {(body or b'')[:60]!r}: {answer} {answer.content}"
+        assert error_of(answer)
+        assert "\n" not in error_of(answer)
+
+
+@contextlib.contextmanager
+def serving_process(*options: object, signal_number: int = signal.SIGTERM) -> Iterator[tuple[httpx.Client, int]]:
+    """Run `comera serve`; yield a client and the process id once it is ready. A signal ends it; what it said is printed."""
+    command = [sys.executable, "-m", "comera_rec", "serve", "--port", 0, *options]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        try:
+            ready = next(filter(None, (re.search(r"serving .* on (http://.*:\d+)", line) for line in process.stdout)), None)
+            assert ready, "the process has ended"
+            with httpx.Client(base_url=ready[1], timeout=60) as client:
+                yield client, process.pid
+        finally:
+            process.send_signal(signal_number)
+            process.communicate(timeout=30)
+            errors.seek(0)
+            shown = errors.read()
+            print(shown)
+    assert (process.returncode, "Traceback" in shown) == (0, False)
+
+
+def resident_mib(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) / 1024
 
 
 @contextlib.contextmanager
@@ -74,7 +175,7 @@ def test_open_inference_protocol(client: httpx.Client, model: Path, data: Path) 
         ("values", "INT64", [-1]),
         ("lengths", "INT64", [-1]),
     ]
-    answer = client.post("/v2/models/model/infer", json=good | {"id": "7"}).json()
+    answer = client.post(INFER, json=good | {"id": "7"}).json()
     assert answer["id"] == "7"
     assert answer["model_version"] == described["versions"][0]
     (output,) = answer["outputs"]
@@ -106,7 +207,7 @@ def binary_request(good: dict[str, Any], **changes: Any) -> tuple[bytes, dict[st
 def test_binary_tensors(client: httpx.Client, model: Path, data: Path, wanted: dict[str, Any]) -> None:
     good, tensors = good_rows(data)
     body, headers = binary_request(good, **wanted)
-    answer = client.post("/v2/models/model/infer", content=body, headers=headers)
+    answer = client.post(INFER, content=body, headers=headers)
     assert answer.status_code == 200
     length = int(answer.headers.get("Inference-Header-Content-Length", len(answer.content)))
     (output,) = json.loads(answer.content[:length])["outputs"]
@@ -134,7 +235,7 @@ def test_mistakes_in_binary_requests(client: httpx.Client, data: Path) -> None:
         (415, body, headers | {"Content-Encoding": "gzip"}),
     ]
     for status, content, sent in mistakes:
-        answer = client.post("/v2/models/model/infer", content=content, headers=sent)
+        answer = client.post(INFER, content=content, headers=sent)
         assert answer.status_code == status, f"{sent}: {answer} {answer.content}"
         assert "\n" not in error_of(answer)
 
@@ -147,10 +248,6 @@ def test_raw_rows(client: httpx.Client, model: Path, data: Path) -> None:
     np.testing.assert_allclose(answer.json()["scores"], ServingModel(model)(*map(torch.from_numpy, flat))[0].numpy(), atol=1e-6)
 
 
-def test_every_mistake_is_one_line(client: httpx.Client, data: Path) -> None:
-    refuse_mistakes(client, good_rows(data)[0])
-
-
 def test_metrics(client: httpx.Client) -> None:
     client.get("/v2/models/other")
     text = client.get("/metrics").text
@@ -160,31 +257,23 @@ def test_metrics(client: httpx.Client) -> None:
 
 def test_limits(model: Path, data: Path) -> None:
     good, _ = good_rows(data)
-    with served(ServeOptions(model=model, data=data, max_rows=4, max_body=100_000)) as client:
-        answer = client.post("/v2/models/model/infer", json=good)
+    with served(ServeOptions(model=model, data=data, max_rows=4)) as client:
+        answer = client.post(INFER, json=good)
         assert (answer.status_code, error_of(answer)) == (413, "the request has 5 rows: send at most 4 at a time")
-        answer = client.post("/score", content=b" " * 180_000)
-        assert (answer.status_code, error_of(answer)) == (413, "the body has more than 100000 bytes: send fewer rows at a time")
     server = Server(ServeOptions(model=model, data=data, max_queue=7))
     with listening(server) as (host, port), httpx.Client(base_url=f"http://{host}:{port}", timeout=60) as client:
-        assert client.post("/v2/models/model/infer", json=good).status_code == 200
         server.batcher.waiting_rows += 3  # as if others waited
-        answer = client.post("/v2/models/model/infer", json=good)
+        answer = client.post(INFER, json=good)
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
         assert error_of(answer) == "more than 7 rows wait: try again, or start more servers"
         server.batcher.waiting_rows -= 3
-        assert client.post("/v2/models/model/infer", json=good).status_code == 200
-
-
-def chunks(body: bytes, size: int) -> Iterator[bytes]:
-    """A body that is sent without its length."""
-    yield from (body[begin : begin + size] for begin in range(0, len(body), size))
+        assert client.post(INFER, json=good).status_code == 200
 
 
 def test_chunked_bodies(client: httpx.Client, data: Path) -> None:
     body = json.dumps(good_rows(data)[0]).encode()
-    assert client.post("/v2/models/model/infer", content=chunks(body, 100)).status_code == 200
-    answer = client.post("/score", content=chunks(b" " * (9 << 20), 1 << 20))
+    assert client.post(INFER, content=(body[k : k + 100] for k in range(0, len(body), 100))).status_code == 200
+    answer = client.post("/score", content=(b" " * (1 << 20) for _ in range(9)))
     assert (answer.status_code, error_of(answer)) == (413, f"the body has more than {8 << 20} bytes: send fewer rows at a time")
 
 
@@ -221,7 +310,7 @@ def test_a_server_that_stops_answers_what_it_reads(
     model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Requests that wait for the model are answered, and so is one whose body hasn't arrived by the end."""
-    body, run, waiting, statuses = json.dumps(good_rows(data)[0]), ServingModel.run, list[int](), list[int]()
+    body, run, waiting = json.dumps(good_rows(data)[0]), ServingModel.run, list[int]()
     connected = threading.Barrier(10)
     server = Server(ServeOptions(model=model, data=data, max_batch=ROWS))
     server.http.config.timeout_graceful_shutdown = 1
@@ -232,29 +321,25 @@ def test_a_server_that_stops_answers_what_it_reads(
         server.http.should_exit |= waiting[-1] + ROWS * len(waiting) == ROWS * 10  # all requests have been read
         return run(*arguments)
 
-    def client(address: tuple[str, int]) -> None:
+    def status_of(address: tuple[str, int]) -> int:
         connection = HTTPConnection(*address, timeout=60)
         connection.request("GET", "/v2/health/live")
         connection.getresponse().read()
         connected.wait()
-        connection.request("POST", "/v2/models/model/infer", body)
-        statuses.append(connection.getresponse().status)
-        connection.close()
+        connection.request("POST", INFER, body)
+        with contextlib.closing(connection):
+            return connection.getresponse().status
 
     monkeypatch.setattr(ServingModel, "run", slow)
     with listening(server) as address, socket.create_connection(address) as half, socket.create_connection(address) as idle:
         half.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
-        threads = [threading.Thread(target=client, args=(address,)) for _ in range(10)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(10) as pool:
+            assert [*pool.map(status_of, [address] * 10)] == [200] * 10
         with half.makefile("rb") as answer, idle.makefile("rb") as nothing:
             content = answer.read()
             assert content.startswith(b"HTTP/1.1 503 ")
             assert content.endswith(b'{"error":"the server stops: send the request to another one"}')
             assert nothing.read() == b""
-    assert statuses == [200] * 10
     assert max(waiting) > 5 * ROWS
     assert "Traceback" not in capsys.readouterr().err
 
@@ -282,38 +367,16 @@ def test_interrupted(model: Path, host: str, address: str) -> None:
         assert client.get("/v2/health/live").json() == {"live": True}
 
 
-IMPORTED = """
-import json, sys
-from pathlib import Path
-import asyncio
-from comera_rec.cli.serve import ServeOptions
-from comera_rec.serving.server import Server
-
-model, data, *bodies = sys.argv[1:]
-answers = []
-
-async def ask():
-    async def receive():
-        return {"type": "http.request", "body": body.encode(), "more_body": False}
-
-    async def send(message):
-        answers.append(message.get("status"))
-
-    server = Server(ServeOptions(model=Path(model), data=Path(data)))
-    for path, body in zip(("/v2/models/model/infer", "/score"), bodies, strict=True):
-        await server({"method": "POST", "path": path, "headers": []}, receive, send)
-
-asyncio.run(ask())
-assert answers == [200, None, 200, None]
-heavy = {"torch._inductor", "torch._dynamo", "torchrec", "fbgemm_gpu", "sympy", "pandas", "triton"}
-print(*sorted(heavy & sys.modules.keys()))
-"""
-
-
-def test_serving_imports_neither_compiler_nor_torchrec(package: Callable[[str], Path], data: Path) -> None:
-    bodies = [json.dumps(good_rows(data)[0]), json.dumps({"rows": raw_rows(data, 1)})]
-    command = [sys.executable, "-c", IMPORTED, str(package("fast")), str(data), *bodies]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "\n"
+def test_serving_imports_neither_compiler_nor_torchrec(
+    package: Callable[[str], Path], data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    with serving_process("--model", package("fast"), "--data", data) as (client, _):
+        for path, body in ((INFER, good_rows(data)[0]), ("/score", {"rows": raw_rows(data, 1)})):
+            assert client.post(path, json=body).status_code == 200
+    imported = {line.rpartition("|")[2].strip() for line in capsys.readouterr().out.splitlines()}
+    assert "comera_rec.serving.server" in imported
+    assert imported & {"torch._inductor", "torch._dynamo", "torchrec", "fbgemm_gpu", "sympy", "pandas", "triton"} == set()
 
 
 def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp_path: Path) -> None:
@@ -325,11 +388,10 @@ def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp
             answer = client.post("/score", json={"rows": []})
             assert answer.status_code == 404
             assert re.search("unavailable without vocabularies: .*name another with --data", error_of(answer))
-            assert client.post("/v2/models/model/infer", json=good_rows(aside)[0]).status_code == 200
+            assert client.post(INFER, json=good_rows(aside)[0]).status_code == 200
     finally:
         aside.rename(data)
-    with pytest.raises(ValueError, match="other is not a preprocessed data set"):
-        Server(ServeOptions(model=model, data=tmp_path / "other"))
+    refuse("other is not a preprocessed data set", Server, ServeOptions(model=model, data=tmp_path / "other"))
 
 
 def test_port_in_use(model: Path) -> None:
@@ -339,8 +401,8 @@ def test_port_in_use(model: Path) -> None:
             ValueError, match=rf"can't listen on 127.0.0.1:{port} \(Address already in use\): choose another --port"
         ):
             serve(ServeOptions(model=model, port=port))
-    with pytest.raises(ValueError, match=r"--host nowhere.invalid is unknown \(.*\): give a name or address of this machine"):
-        serve(ServeOptions(model=model, host="nowhere.invalid"))
+    nowhere = ServeOptions(model=model, host="nowhere.invalid")
+    refuse(r"--host nowhere.invalid is unknown \(.*\): give a name or address of this machine", serve, nowhere)
 
 
 def test_merged_requests() -> None:
@@ -357,3 +419,38 @@ def test_merged_requests() -> None:
     assert values.tolist() == [1, 2, 3, 1, 2, 3, 10, 4, 5, 10]
     assert lengths.tolist() == [2, 1, 0, 2, 1, 0, 1, 2, 0, 1]
     assert weights.tolist() == [value / 10 for value in values.tolist()]
+
+
+def test_load_with_new_versions(package: Callable[[str], Path], data: Path, tmp_path: Path) -> None:
+    """Three clients get the scores of the version that answers, while the model is replaced and bad requests arrive."""
+    (good, tensors), models, path = good_rows(data), [package("portable"), package("fast")], tmp_path / "model.pt2"
+    expected = {file_sha256(model)[:12]: ServingModel(model)(*tensors)[0].numpy() for model in models}
+    shutil.copy(models[0], path)
+    stop, versions, growth = threading.Event(), list[str](), list[float]()
+
+    def ask(client: httpx.Client) -> None:
+        while not stop.is_set():
+            answer = client.post(INFER, json=good).json()
+            np.testing.assert_allclose(answer["outputs"][0]["data"], expected[answer["model_version"]], atol=1e-6)
+            versions.append(answer["model_version"])
+
+    with (
+        serving_process("--model", path, "--data", data, "--reload-seconds", 0.1) as (client, pid),
+        ThreadPoolExecutor(3) as pool,
+        contextlib.ExitStack() as at_end,
+    ):
+        at_end.callback(stop.set)
+        refuse_mistakes(client, good)
+        asking = [pool.submit(ask, client) for _ in range(3)]
+        for model in (*models[::-1], models[1]):
+            refuse_mistakes(client, good, step=5)
+            growth.append(resident_mib(pid))
+            shutil.copy(model, tmp_path / "new")
+            (tmp_path / "new").replace(path)
+            time.sleep(1)
+        growth.append(resident_mib(pid))
+    for asked in asking:
+        asked.result()
+    assert set(versions) == expected.keys()
+    assert len(versions) > 20
+    assert growth[-1] - growth[1] < 60, growth

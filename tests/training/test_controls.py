@@ -1,4 +1,6 @@
-"""Configs: defaults, overrides and mistakes. Controls: learning rates, weight decay, the best checkpoint, early stopping."""
+"""Configs: defaults, overrides and mistakes. Controls: learning rates, weight decay, the best checkpoint, early stopping.
+
+Commands that need a model, as users call them: what they print, what they write, and how they fail."""
 
 from __future__ import annotations
 
@@ -6,14 +8,16 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
+from refusals import refuse
 
+from comera_rec.cli.main import main
 from comera_rec.training.checkpoint import checkpoint_at
 from comera_rec.training.config import OptimizerConfig, load_config, parse_config
 from comera_rec.training.evaluation import evaluate
-from comera_rec.training.model import Schema
 from comera_rec.training.runs import load_run, open_run
 from comera_rec.training.step import rate_factor
 from comera_rec.training.trainer import Trainer
@@ -36,22 +40,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
     assert config.optimizer.lr_dense == 1e-3
     assert config.ranks is None
     assert config.data.batch_size == 2048
-
-
-def test_a_written_config_is_read_back(tmp_path: Path) -> None:
-    config = parse_config(
-        {**MINIMAL, "ranks": {"early_steps": 7, "late_steps": 3, "target_size": 0.5}, "tables": {"compression": 50}}
-    )
-    assert parse_config(config.to_dict()) == config
-    assert load_config(None, ["data.path=data", "output=runs/x", "seed=2"]) == parse_config({**MINIMAL, "seed": 2}), (
-        "without a file"
-    )
-
-
-def test_differing_columns_are_listed_in_their_order() -> None:
-    schema = Schema(dense=(), sparse={f"C{number}": 10 for number in range(1, 12)}, vocabularies={"C3": "a", "C4": "a"})
-    other = Schema(dense=(), sparse=schema.sparse | {"C2": 9, "C10": 9, "D1": 9}, vocabularies={"C3": "b", "C5": "b"})
-    assert schema.differences(other) == ["C2", "C3", "C10", "D1"]
+    assert load_config(None, ["data.path=data", "output=runs/x", "seed=2"]) == parse_config({**MINIMAL, "seed": 2})
 
 
 @pytest.mark.parametrize(
@@ -77,23 +66,7 @@ def test_differing_columns_are_listed_in_their_order() -> None:
     ],
 )
 def test_mistakes(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        parse_config({**MINIMAL, **change})
-    assert "\n" not in str(caught.value)
-
-
-def test_bad_override_and_bad_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text('output = "a"\n[data]\npath = "d"\n')
-    with pytest.raises(ValueError, match=r"override 'x' is not of the form section\.key=value"):
-        load_config(path, ["x"])
-    with pytest.raises(ValueError, match="output is a value, not a section"):
-        load_config(path, ["output.x=1"])
-    with pytest.raises(ValueError, match=r"config: output is missing"):
-        load_config(None)
-    path.write_text("output = ")
-    with pytest.raises(ValueError, match=r"run\.toml can't be parsed"):
-        load_config(path)
+    refuse(message, parse_config, {**MINIMAL, **change})
 
 
 # Learning rates at which the first steps are the best.
@@ -131,22 +104,11 @@ def test_a_run_ends_at_small_rates_for_tables_updated_in_backward_too(config_fil
     torch.testing.assert_close(moves[1], moves[0] / 8)
 
 
-@pytest.mark.parametrize("kind", ["cores", "dense"])
-def test_weights_decay_by_their_kind(config_file: Path, tmp_path: Path, kind: str) -> None:
-    settings = ["optimizer.name=adagrad", "training.steps=6"]
-    plain, _ = run(config_file, *settings, f"output={tmp_path / 'plain'}")
-    decayed, _ = run(config_file, *settings, f"optimizer.weight_decay_{kind}=1.0", f"output={tmp_path / 'decayed'}")
-    groups = {group["name"]: group["weight_decay"] for group in decayed.optimizer.param_groups}
-    assert groups["ranks"] == 0
-    assert groups[kind] == 1
-    assert groups.get("biases", 0) == 0
-    before, after = (_weights(trainer, kind) for trainer in (plain, decayed))
-    assert float(after.norm()) < 0.99 * float(before.norm())
-
-
-def _weights(trainer: Trainer, kind: str) -> torch.Tensor:
-    group = next(group for group in trainer.optimizer.param_groups if group["name"] == kind)
-    return torch.cat([parameter.detach().flatten() for parameter in group["params"] if parameter.dim() > 1])
+def test_weights_decay_by_their_kind(config_file: Path) -> None:
+    decays = ["optimizer.weight_decay_dense=1.0", "optimizer.weight_decay_cores=2.0"]
+    groups = Trainer(load_config(config_file, decays)).optimizer.param_groups
+    assert {group["name"]: group["weight_decay"] for group in groups} == {"cores": 2, "dense": 1, "biases": 0, "ranks": 0}
+    assert all(parameter.dim() > 1 for group in groups if group["weight_decay"] for parameter in group["params"])
 
 
 def test_the_best_checkpoint_is_kept_and_loaded(config_file: Path, data_set: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,8 +134,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(config_file: Path, data_set: Pat
     path = checkpoint_at(trainer.checkpoints, best)
     assert path is not None
     shutil.rmtree(path)
-    with pytest.raises(ValueError, match=rf"no longer holds the checkpoint of its best step, {best}: take the last one \(--last\)"):
-        load_run(trainer.folder)
+    refuse(rf"no longer holds the checkpoint of its best step, {best}: take the last one \(--last\)", load_run, trainer.folder)
 
 
 def test_patience_ends_a_run_that_resumes_as_if_it_had_never_stopped(config_file: Path, tmp_path: Path) -> None:
@@ -209,15 +170,140 @@ def test_a_teachers_predictions_take_the_place_of_labels(dense: Path, config_fil
     assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-6, "who predicts like the teacher has nothing to learn"
 
 
-def test_teachers_that_do_not_fit_are_refused(
-    dense: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call("train", "--config", config_file, f"training.teacher={tmp_path / 'nothing'}") == 2
-    assert f"{tmp_path / 'nothing'} holds no checkpoint: give a run's folder" in capsys.readouterr().err
+def test_runs_of_other_data_are_refused(dense: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     synth(SynthOptions(rows=600, output=tmp_path / "other.txt", seed=9, scale=0.01))
     preprocess(PreprocessOptions(inputs=(tmp_path / "other.txt",), output=other))
     settings = [f"data.path={other}", f"output={tmp_path / 'run'}", f"training.teacher={dense}"]
-    assert call("train", "--config", config_file, *settings) == 2
-    assert f"was trained on other data than {other} holds (they differ in" in capsys.readouterr().err
+    for command in (["train", "--config", config_file, *settings], ["evaluate", "--checkpoint", dense, "--data", other]):
+        assert call(*command) == 2
+        assert f"was trained on other data than {other} holds (they differ in" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--config", "{tmp}/absent.toml"], "absent.toml"),
+        (["train", "--config", "{config}", "x"], "override 'x' is not of the form section.key=value"),
+        (["train", "--config", "{config}", "output.x=1"], "output is a value, not a section"),
+        (["train"], "config: output is missing"),
+        (["train", "--config", "{config}", "data.path={tmp}/nowhere"], "is not a preprocessed data set"),
+        (["train", "--config", "{config}", "output=/dev/null/run"], "/dev/null/run"),
+        (["train", "--config", "{config}", "output={config}"], "run.toml, which is a file: give a folder"),
+        (["train", "--config", "{config}", "training.task_weights=[1, 2, 3]"], "3 numbers and {data} the labels label: give one"),
+        (["train", "--config", "{config}", "tables.start=vectors"], "preprocess with --order similarity"),
+        (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint: give a run's folder"),
+        (["train", "--config", "{config}", "training.teacher={tmp}/nowhere"], "holds no checkpoint"),
+        (["evaluate", "--checkpoint", "{tmp}", "--data", "{data}", "--split", "exam"], "split 'exam' is not in"),
+        (
+            ["train", "--config", "{config}", "ranks.early_steps=3", *DENSE],
+            "neither tables nor linear layers have any: add ranks=none",
+        ),
+        (["serve", "--model", "{tmp}"], "is a folder: give a MODEL.pt2 that `comera export` wrote from it"),
+        (["report", "--run", "{tmp}/nowhere", "--truth", "{config}"], "is not what `comera synth` wrote beside its log"),
+        (["train", "--config", "{data}/train/part-00000.parquet"], "can't be parsed"),
+        (["compress", "tables.format=dense"], "tables.format is 'dense': compressing needs 'tt'"),
+        (["compress", "model.over_arch=[16]"], "other sizes of [model]"),
+        (["compress", "--output", "{dense}"], "holds checkpoints already"),
+        (["compress", "--checkpoint", "{tmp}/nowhere"], "holds no checkpoint"),
+        pytest.param(
+            ["train", "--config", "{config}", "training.device=cuda"],
+            "training.device is cuda but torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
+        ),
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_two(
+    arguments: list[str],
+    message: str,
+    config_file: Path,
+    data_set: Path,
+    dense: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if arguments[0] == "compress":
+        arguments = ["compress", "--checkpoint", "{dense}", "--config", "{config}", "--output", "{tmp}/new", *arguments[1:]]
+    filled = [a.format(tmp=tmp_path, config=config_file, data=data_set, dense=dense) for a in arguments]
+    assert call(*filled) == 2
+    captured = capsys.readouterr()
+    assert message.format(data=data_set) in captured.err
+    assert captured.err.startswith("comera: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert not (tmp_path / "new").exists()
+
+
+def test_any_column_name_works_from_log_to_export(config_file: Path, tmp_path: Path) -> None:
+    names = ["a.b", "a%2Eb", "50%", "a b", "weight", "training", "é", "type", "keys", "x/y", "_parameters", ".hidden", ".."]
+    numbers, labels = ["n.1", "values"], ["click.x", "items"]
+    kinds = [(name, kind) for kind, group in (("label", labels), ("integer", numbers), ("category", names)) for name in group]
+    schema, log, data = tmp_path / "schema.toml", tmp_path / "log.csv", tmp_path / "data"
+    schema.write_text('header = true\nseparator = ","\n[columns]\n' + "".join(f'"{name}" = "{kind}"\n' for name, kind in kinds))
+    rows = [[row % 2, row % 3 % 2] + [row % 7] * len(numbers) + [f"v{row % 150}"] * len(names) for row in range(1500)]
+    log.write_text("\n".join(",".join(map(str, row)) for row in [[name for name, _ in kinds], *rows]) + "\n")
+    assert call("preprocess", "--input", log, "--schema", schema, "--output", data) == 0
+    same = [f"data.path={data}", "training.steps=2", 'tables.dense_tables=["a.b", "type"]']
+    assert call("train", "--config", config_file, *same) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert all(f">{name}<" in page for name in names)
+    assert call("evaluate", "--checkpoint", tmp_path / "run", "--data", data) == 0
+    assert call("export", "--checkpoint", tmp_path / "run", "--output", tmp_path / "exported") == 0
+    assert call("export", "--checkpoint", tmp_path / "run", "--output", tmp_path / "exported") == 2
+    assert list(json.loads((tmp_path / "exported" / "model.json").read_text())["tables"]) == names
+    state = torch.load(tmp_path / "exported" / "model.pt")
+    tables_there = [unquote(key.split(".")[-2]) for key in state if ".embedding_bags." in key]
+    assert sorted(tables_there) == sorted(names)
+
+
+def test_a_compression_in_a_file_is_lowered_to_what_small_tables_reach(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file.write_text(config_file.read_text().replace("tt_ranks = 4\nmin_rows", "compression = 5000\nmin_rows"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "train.log").write_text("")  # may be there
+    assert call("train", "--config", config_file) == 0
+    assert "are too small for compression 5000; they use" in capsys.readouterr().err
+    _, config, _ = load_run(tmp_path / "run")
+    most = config.tables.compression
+    assert most is not None
+    assert 1 < most < 5000
+    assert call("train", "--config", config_file) == 0, "the same command resumes"
+    assert call("train", "--config", config_file, "tables.compression=5000", f"output={tmp_path / 'other'}") == 2
+    assert f"lower compression to {most:g}" in capsys.readouterr().err
+
+
+def test_no_command_replaces_files_of_something_else(
+    dense: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, mine = str(shutil.copytree(dense, tmp_path / "run")), tmp_path / "mine"
+    (mine / "page").mkdir(parents=True)
+    names = ("page/notes.toml", "model.pt2", "summary.json", "config.json")
+    for name in names:
+        (mine / name).write_text("important")
+    for command, message in {
+        ("report", "--run", run, "--output", "page/notes.toml"): "notes.toml exists and is not an HTML page; choose another name",
+        ("report", "--run", run, "--output", "new.html"): "summary.json exists and is not a summary of runs: choose another folder",
+        ("export", "--checkpoint", run, "--output", "model.pt2"): "model.pt2 exists and is not a package of `comera export`",
+        ("export", "--checkpoint", run, "--output", "page/notes.toml"): "notes.toml exists: give a new folder, or the name of a",
+        ("train", "--config", str(config_file), "--output", ""): f"{mine} holds config.json of something else than a run",
+    }.items():
+        assert call(*command[:-1], mine / command[-1]) == 2
+        assert message in capsys.readouterr().err
+    assert sorted(path.relative_to(mine).as_posix() for path in mine.rglob("*.*")) == sorted(names)
+    assert {(mine / name).read_text() for name in names} == {"important"}
+    assert call("report", "--run", run, "--run", run) == 0, "its own page and summary are replaced"
+    assert call("report", "--run", run, "--run", run) == 0
+
+
+def test_bugs_show_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    bug = ["report", "--run", "/nowhere"]
+    monkeypatch.setattr("comera_rec.cli.report.require_page", lambda page: f"{page:d}")
+    with pytest.raises(TypeError, match="format"):
+        main(bug)
+    monkeypatch.undo()
+    assert call(*bug) == 2
+    monkeypatch.setenv("COMERA_TRACEBACK", "1")
+    refuse("is not a run", main, bug)
