@@ -107,3 +107,22 @@ def transposed(tensor: Tensor) -> Tensor:
 
 
 LAYOUTS = [plain, within, strided, transposed]
+
+
+def pool_arguments(num_cols: int = 6) -> dict[str, Any]:
+    """The operators' arguments for two small tables of three cores, the second with a hot block, and five ids in two bags."""
+    tables = make_tables([(3, 2, 4), (2, 2, 2)], (2, 1, 3), [(2, 3), (4, 1)], num_cols, hot_rows=[(), ((4, 2),)])
+    modules = [*tables, *tables[1].hot_blocks()]
+    return {
+        "cores": [core.detach() for module in modules for core in module.cores()],
+        "diagonals": [rank.detach() for module in modules for rank in module.rank_parameters()],
+        "plan": list(plan_of(tables, [torch.tensor([1, 5, 23]), torch.tensor([7, 0])])),
+        "offsets": torch.tensor([0, 2, 5]),
+        "weights": None,
+        "mean": False,
+        "slots": [0, 1],
+        "num_slots": 2,
+        "num_cols": num_cols,
+        "hot_blocks": [0, 1],
+        "first_rows": [0, 0],
+    }

@@ -19,7 +19,7 @@ from comera_rec.ops.bags import TableGroup, kernel_calls
 from comera_rec.ops.bags.updates import register_update
 from comera_rec.ops.plan import pairs as pairs_module
 from comera_rec.ops.plan.pairs import plan_hot_rows, plan_pairs_of_bags
-from comera_rec.tt import TTShape, row_digits, slice_major_together
+from comera_rec.tt import TTShape, row_digits
 
 kernels = pytest.importorskip("comera_rec.ops.bags.triton", reason="triton is not installed")
 updates = pytest.importorskip("comera_rec.ops.bags.triton_updates")
@@ -99,18 +99,23 @@ def draw(tables: nn.ModuleList, lengths: list[int], spare: int = 0) -> tuple[lis
 
 
 @pytest.mark.parametrize(
-    ("lengths", "mode", "weighted"),
-    [("jagged", "mean", False), *((lengths, "sum", True) for lengths in LENGTHS)],  # others are in the next tests
+    ("lengths", "how"),
+    [
+        *((lengths, {"weighted": True, "num_cols": 5}) for lengths in LENGTHS),
+        ("jagged", {"mode": "mean", "num_cols": 5}),
+        ("jagged", {"hot": HOT_ROWS, "weighted": True}),
+        ("jagged", {"hot": HOT_ROWS, "mode": "mean", "plan_impl": "reference"}),
+        ("jagged", {"hot": HOT_ROWS, "mode": "max"}),
+        *(("jagged", {"order": order, "plan_impl": "reference"}) for order in SHAPES),
+    ],
+    ids=str,
 )
-def test_bags_and_gradients_match_the_definition(lengths: str, mode: str, weighted: bool, device: str) -> None:
-    tables = make_tables()
-    check(tables, *draw(tables, LENGTHS[lengths], 3), device, mode=mode, weighted=weighted, num_cols=5)
-
-
-@pytest.mark.parametrize(("order", "plan_impl"), [*((order, "reference") for order in SHAPES), (2, "triton")])
-def test_tables_of_any_order_under_either_plan(order: int, plan_impl: str, device: str) -> None:
-    tables = make_tables(order)
-    check(tables, *draw(tables, LENGTHS["jagged"]), device, plan_impl=plan_impl)
+def test_bags_and_gradients_match_the_definition(lengths: str, how: dict[str, Any], device: str) -> None:
+    tables = make_tables(how.get("order", 2), hot=how.get("hot", ()))
+    ids, offsets = draw(tables, LENGTHS[lengths], 3)
+    if "hot" in how:
+        ids[0] = ids[0] % 8
+    check(tables, ids, offsets, device, **{name: value for name, value in how.items() if name not in ("order", "hot")})
 
 
 @pytest.mark.parametrize(
@@ -124,19 +129,6 @@ def test_rows_and_sums_of_any_size(cols: tuple[int, int], ranks: tuple[int, int]
     # Up to more tiles than a program's lanes, of rows as of sums.
     tables = make_tables(shapes=[TTShape((3, 2), cols, rank) for rank in ranks])
     check(tables, *draw(tables, [3, 0, 1, 2]), device, weighted=True)
-
-
-@pytest.mark.parametrize(("mode", "weighted", "plan_impl"), [("sum", True, "triton"), ("mean", False, "reference")])
-def test_hot_rows(mode: str, weighted: bool, plan_impl: str, device: str) -> None:
-    tables = make_tables(hot=HOT_ROWS)
-    ids, offsets = draw(tables, LENGTHS["jagged"])
-    ids[0] = ids[0] % 8
-    check(tables, ids, offsets, device, mode=mode, weighted=weighted, plan_impl=plan_impl)
-
-
-def test_maxima_over_bags(device: str) -> None:
-    tables = make_tables(hot=HOT_ROWS)
-    check(tables, *draw(tables, LENGTHS["jagged"], 3), device, mode="max")
 
 
 @pytest.mark.parametrize("trailing", [1, 7])
@@ -219,8 +211,9 @@ def test_gradients_are_reproducible_draw_no_random_numbers_and_have_their_cores_
         assert first[name].stride() == core.stride(), "so that autograd need not copy it"
 
 
-RULES = {
+RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.3}),
+    "SGD, a rate in a tensor": (torch.optim.SGD, {"lr": torch.tensor(0.05)}),  # which the host can read in the interpreter only
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-2, "initial_accumulator_value": 0.5, "weight_decay": 0.1}),
 }
 
@@ -233,7 +226,9 @@ def test_updates_in_backward_are_those_of_the_cpu(rule: str, device: str) -> Non
     tables.to(device)
     optimizers = []
     for each in (on_cpu, tables):
-        optimizers.append(kind(each.parameters(), **settings))
+        on_device = {name: value.to(each[0].core_0.device) if name == "lr" and isinstance(value, Tensor) else value
+                     for name, value in settings.items()}  # fmt: skip
+        optimizers.append(kind(each.parameters(), **on_device))
         assert all(register_update(parameter, optimizers[-1]) for parameter in each.parameters())
     for seed in range(2):
         torch.manual_seed(seed)
@@ -248,17 +243,6 @@ def test_updates_in_backward_are_those_of_the_cpu(rule: str, device: str) -> Non
         assert actual.keys() == right.keys()
         for name, state in right.items():
             torch.testing.assert_close(actual[name].cpu(), state, rtol=1e-4, atol=1e-5)
-
-
-def test_a_learning_rate_in_a_tensor(device: str) -> None:
-    # The interpreter's device is the CPU, whose memory the host can read directly.
-    tables = make_tables().to(device)
-    before = [core.detach().clone() for core in tables[0].cores()]
-    optimizer = torch.optim.SGD(tables.parameters(), lr=torch.tensor(0.0, device=device))
-    for parameter in tables.parameters():
-        register_update(parameter, optimizer)
-    look_up(tables, *draw(tables, LENGTHS["jagged"]), "triton").sum().backward()
-    assert all(torch.equal(core, value) for core, value in zip(tables[0].cores(), before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -453,28 +437,13 @@ def test_a_plan_for_other_tables_or_devices_is_refused(device: str) -> None:
         look_up(tables, ids, offsets, "reference", plan_impl="triton")
 
 
-def test_cores_of_any_layout_start_where_they_did_last_time(device: str) -> None:
-    # Kernels get starts as constants, which would grow in number and could not be captured.
-    tables = make_tables()
-    for table in tables:
-        for core in table.cores():
-            core.data = core.data.contiguous()
-    check(tables, *draw(tables, LENGTHS["jagged"]), device)
-    tables.to(device)
-    parts = [core for side in (0, 1) for table in tables for core in [table.cores()[side]]]
-    starts = []
-    for _ in range(3):
-        copies = slice_major_together(parts, [0, 0, 1, 1], 2)
-        starts.append([copy.data_ptr() - copies[0].data_ptr() for copy in copies])
-        keep = [torch.empty_like(copy) for copy in copies]  # so that the next copies go elsewhere
-    assert starts[0] == starts[1] == starts[2]
-    assert keep
-
-
-def test_constants_stay_when_a_table_has_lost_all_ranks(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_constants_stay_when_cores_are_copied_and_a_table_has_lost_all_ranks(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     # New constants can't be captured.
     tables = make_tables(shapes=[TTShape((3, 2), (2, 3), (rank,)) for rank in (4, 0, 5)])
+    for core in (core for table in tables for core in table.cores()):
+        core.data = core.data.contiguous()  # not slice-major, so that it is copied
     ids, offsets = draw(tables, [1, 2, 0])
+    check(tables, ids, offsets, device)
     seen: list[list[Any]] = []
     for module in (kernel_calls, pairs_module):
         monkeypatch.setattr(module, "on_device", lambda rows, device: (seen[-1].append(rows), torch.tensor(rows, device=device))[1])
