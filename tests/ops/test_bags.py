@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from bag_tables import LAYOUTS, TOLERANCE, every_impl, every_order, make_tables, plan_of, pool, pool_by_definition, pool_dense
+from bag_tables import (
+    LAYOUTS,
+    TOLERANCE,
+    assert_near,
+    differentiate,
+    every_impl,
+    every_order,
+    make_tables,
+    plan_of,
+    pool,
+    pool_by_definition,
+    pool_dense,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,39 +30,6 @@ from comera_rec.nn import update_in_backward_
 from comera_rec.ops import tt_bags
 from comera_rec.ops.bags import HotBlock, Table
 from comera_rec.tt import TTShape
-
-
-def differentiate(
-    function: Callable[..., Tensor],
-    tables: Sequence[TTEmbeddingBag],
-    *batch: object,
-    grad: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    **arguments: Any,
-) -> list[Tensor]:
-    """Output and gradients of all parameters, and of weights if given; computed in `dtype` from numbers of the tables' type."""
-    inputs: list[Tensor] = [parameter for table in tables for parameter in table.parameters()]
-    table_dtype = inputs[0].dtype
-    dtype = dtype or table_dtype
-    tables = [copy.deepcopy(table).to(dtype) for table in tables]
-    inputs = [parameter for table in tables for parameter in table.parameters()]
-    if "per_sample_weights" in arguments:
-        weights = arguments["per_sample_weights"]
-        arguments["per_sample_weights"] = weights.to(table_dtype).to(dtype).detach().requires_grad_()
-        inputs.append(arguments["per_sample_weights"])
-    out = function(tables, *batch, **arguments)
-    grad = torch.linspace(-1, 2, out.numel()).view_as(out) if grad is None else grad
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(table_dtype).to(dtype))]
-
-
-def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> None:
-    """Compare relative to each tensor's largest value; for diagonals, whose long sums may cancel, to the largest of them all."""
-    largest = [exact.abs().max().item() if exact.numel() else 0.0 for exact in expected]
-    largest_of_diagonals = max((value for value, exact in zip(largest, expected, strict=True) if exact.dim() < 3), default=0.0)
-    for k, (tensor, exact) in enumerate(zip(actual, expected, strict=True)):
-        assert tensor.dtype == dtype
-        atol = TOLERANCE[dtype] * (largest_of_diagonals if exact.dim() < 3 else largest[k])
-        torch.testing.assert_close(tensor.double(), exact, rtol=0, atol=atol, msg=lambda text, k=k: f"tensor {k}: {text}")
 
 
 def check(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bag_tables import plan_of, pool, tables_of
+from bag_tables import assert_near, differentiate, plan_of, pool, tables_of
 from torch import Tensor, nn
 
 from comera_rec.ops import PairPlan, plan_lookup, tt_bags
@@ -56,38 +56,20 @@ def make_tables(order: int = 2, *, shapes: list[TTShape] | None = None, hot: tup
     return tables_of(shapes or SHAPES[order], hot_rows=[hot])
 
 
-def look_up(tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, impl: str, *, plan_impl: str = "", **how: Any) -> Tensor:
+def look_up(tables: Any, ids: list[Tensor], offsets: Tensor, impl: str, *, plan_impl: str = "", **how: Any) -> Tensor:
     device = tables[0].core_0.device
     plan = plan_of(tables, [each.to(device) for each in ids], plan_impl or impl)
     return pool(tables, [], offsets.to(device), plan=plan, features=len(tables), impl=impl, **how)
 
 
-def differentiate(tables: nn.ModuleList, weights: Tensor | None, *arguments: Any, **how: Any) -> dict[str, Tensor]:
-    """Bags and all gradients, for an upstream gradient that is the same for every implementation."""
-    weights = None if weights is None else weights.to(tables[0].core_0).requires_grad_()
-    out = look_up(tables, *arguments, per_sample_weights=weights, **how)
-    operands = dict(tables.named_parameters()) | ({} if weights is None else {"weights": weights})
-    upstream = torch.arange(out.numel(), device=out.device, dtype=out.dtype).view(out.shape).sin()
-    gradients = torch.autograd.grad(out, list(operands.values()), upstream, allow_unused=True)
-    by_name = {
-        name: torch.zeros_like(each) if grad is None else grad
-        for (name, each), grad in zip(operands.items(), gradients, strict=True)
-    }
-    return {"bags": out.detach(), **by_name}
-
-
 def check(
-    tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, device: str, *, weighted: bool = False, tol: float = 1e-5, **how: Any
-) -> None:
-    weights = torch.rand(sum(map(len, ids))) + 0.5 if weighted else None
-    plan_impl = how.pop("plan_impl", "")
-    expected = differentiate(copy.deepcopy(tables).double(), weights, ids, offsets, "reference", **how)
-    results = differentiate(copy.deepcopy(tables).to(device), weights, ids, offsets, "triton", plan_impl=plan_impl, **how)
-    for name, right in expected.items():
-        largest = right.abs().max().item() if right.numel() else 0.0
-        result = results[name].double().cpu()
-        atol = tol * max(largest, 1.0)
-        torch.testing.assert_close(result, right, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+    tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, device: str, *, weighted: bool = False, plan_impl: str = "",
+    tolerance: float | None = None, **how: Any,
+) -> None:  # fmt: skip
+    how["per_sample_weights"] = torch.rand(sum(map(len, ids))) + 0.5 if weighted else None
+    expected = differentiate(look_up, tables, ids, offsets, "reference", dtype=torch.float64, **how)
+    actual = differentiate(look_up, copy.deepcopy(tables).to(device), ids, offsets, "triton", plan_impl=plan_impl, **how)
+    assert_near(actual, expected, tolerance=tolerance)
 
 
 def draw(tables: nn.ModuleList, lengths: list[int], spare: int = 0) -> tuple[list[Tensor], Tensor]:
@@ -190,25 +172,23 @@ def test_16_bit_cores_at_any_address(cols: tuple[int, int], device: str) -> None
     # The interpreter checks what kernels claim of addresses; a GPU would stop, or read what is elsewhere.
     tables = make_tables(shapes=[TTShape((2, 3), cols, (8,))], hot=((4, 8),) if cols == (8, 8) else ()).to(device, torch.bfloat16)
     lookup = draw(tables, [2, 0, 1])
-    expected = differentiate(tables, None, *lookup, "triton")
+    expected = differentiate(look_up, tables, *lookup, "triton")
     for parameter in tables.parameters():
         memory = torch.empty(4 + parameter.numel(), dtype=parameter.dtype, device=device)  # 8 bytes more
         parameter.data = memory.as_strided(parameter.shape, parameter.stride(), 4).copy_(parameter.data)
-    actual = differentiate(tables, None, *lookup, "triton")
-    for name, right in expected.items():
-        torch.testing.assert_close(actual[name], right)
+    torch.testing.assert_close(differentiate(look_up, tables, *lookup, "triton"), expected)
 
 
 def test_gradients_are_reproducible_draw_no_random_numbers_and_have_their_cores_layout(device: str) -> None:
     tables = make_tables().to(device)
     ids, offsets = draw(tables, [3, 0, 2, 1])
     before = torch.random.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
-    first, second = (differentiate(tables, None, ids, offsets, "triton") for _ in range(2))
+    first, second = (differentiate(look_up, tables, ids, offsets, "triton") for _ in range(2))
     after = torch.random.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
     assert torch.equal(before, after)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    for name, core in tables.named_parameters():
-        assert first[name].stride() == core.stride(), "so that autograd need not copy it"
+    assert all(map(torch.equal, first, second))
+    for gradient, core in zip(first[1:], tables.parameters(), strict=True):
+        assert gradient.stride() == core.stride(), "so that autograd need not copy it"
 
 
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -450,7 +430,7 @@ def test_constants_stay_when_cores_are_copied_and_a_table_has_lost_all_ranks(mon
     keep = []
     for _ in range(3):
         seen.append([])
-        keep.append(differentiate(tables.to(device), None, ids, offsets, "triton"))  # so that the next results go elsewhere
+        keep.append(differentiate(look_up, tables.to(device), ids, offsets, "triton"))  # so that the next results go elsewhere
     assert seen[0] == seen[1] == seen[2]
 
 
@@ -473,4 +453,4 @@ def test_unused_slices_between_used_ones_have_no_owner(device: str) -> None:
 def test_a_slice_of_very_many_ids_on_a_gpu() -> None:
     tables = make_tables(shapes=[TTShape((300, 200), (8, 8), (16,))])
     ids = (60_000 ** torch.rand(200_000)).long() - 1
-    check(tables, [ids], torch.arange(200_001), "cuda", tol=1e-4)
+    check(tables, [ids], torch.arange(200_001), "cuda", tolerance=1e-4)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -198,18 +198,20 @@ def size(tables: list[TTShape], masks: list[list[Tensor]], units: list[int]) -> 
     return sum(unit * shape.num_params for unit, shape in zip(units, kept, strict=True))
 
 
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(shapes, st.sampled_from([1, 2, 4]), st.booleans()), min_size=1, max_size=4),
-    st.floats(0, 1.2), st.integers(0, 99),
+    st.floats(0, 1.2), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
-def test_at_most_the_budget(tables: list[tuple[TTShape, int, bool]], fraction: float, seed: int) -> None:
+def test_at_most_the_budget(tables: list[tuple[TTShape, int, bool]], fraction: float, all_last: bool, seed: int) -> None:
     """Modules that last keep a rank where all of them fit at rank 1."""
+    tables = [(shape, unit, lasts or all_last) for shape, unit, lasts in tables]
     chosen, units, lasting = (list(each) for each in zip(*tables, strict=True))
     scores = random_scores(chosen, seed)
     full = size(chosen, [[torch.ones(rank) for rank in shape.ranks] for shape in chosen], units)
     fixed = sum(unit * shape.num_params for shape, unit, _ in tables if shape.order == 1)  # no rank to remove
     least = sum(unit * shape.with_ranks([1] * len(shape.ranks)).num_params for shape, unit, lasts in tables if lasts)
-    budget = max(fixed, int(fraction * full))
+    budget = max(fixed, int(fraction * full)) if fraction < 1 else fixed + least + int((fraction - 1) * full)
     for exact in (False, True):
         masks = within_budget(chosen, scores, budget, units, lasting=lasting, exact=exact)
         assert fixed <= size(chosen, masks, units) <= budget
