@@ -275,9 +275,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: compress_(swapped_already(), tables=TABLES), f"{NOTHING}: the model has none"),
     (lambda: compress_(nn.Sequential(Doubled(400, 8)), tables=TABLES), rf"{NOTHING} \('0': it is a Doubled, not the EmbeddingBag"),
     (
-        lambda: compress_(
-            nn.Sequential(nn.Embedding(200, 8, max_norm=1.0), nn.EmbeddingBag(200, 8, padding_idx=0)), tables=TABLES
-        ),
+        lambda: compress_(nn.Sequential(nn.Embedding(200, 8, max_norm=1.0), nn.EmbeddingBag(200, 8, padding_idx=0)), tables=TABLES),
         rf"{NOTHING} \('0': max_norm .*; '1': a TT table can't leave padding_idx out of bags",
     ),
     (lambda: compress_(collection().to("meta"), tables=TABLES, init="tt_svd"), f"'t_user' {ON_META}"),

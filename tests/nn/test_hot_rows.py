@@ -99,9 +99,6 @@ def test_a_state_dict_of_other_widths_is_loaded_and_one_without_hot_rows_refused
     assert [block.shape.ranks for block in other.hot_blocks()] == [(3,), (2,)]
     with pytest.raises(RuntimeError, match=r"hot_rows\.0\.core_0"):
         table.load_state_dict(TTEmbeddingBag(100, 12, tt_ranks=4).state_dict())
-    meta = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS, device="meta")
-    assert all(parameter.is_meta for parameter in meta.parameters())
-    assert torch.equal(copy.deepcopy(table).dense_matrix(), table.dense_matrix())
 
 
 @pytest.mark.parametrize("budget", [0, 100, 5_000, 80_000, 200_000, 10**7])

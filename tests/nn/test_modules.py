@@ -34,29 +34,17 @@ def tt(model: nn.Module) -> nn.Module:
 PADDED = torch.arange(7) >= torch.tensor([[7], [4], [1]])  # of a batch of 3 x 7
 
 
-def torch_block(block: EncoderBlock) -> nn.TransformerEncoderLayer:
-    """Build torch's layer with a dense block's weights."""
-    attention, ff = block.attention, block.feed_forward
-    layer = nn.TransformerEncoderLayer(16, 4, 24, 0.0, F.gelu, batch_first=True, norm_first=block.norm_first, dtype=torch.float64)
-    with torch.no_grad():
-        projections = attention.query, attention.key, attention.value
-        layer.self_attn.in_proj_weight.copy_(torch.cat([p.weight for p in projections]))
-        layer.self_attn.in_proj_bias.copy_(torch.cat([p.bias for p in projections]))
-    layer.self_attn.out_proj.load_state_dict(attention.output.state_dict())
-    layer.linear1.load_state_dict(ff.expand.state_dict())
-    layer.linear2.load_state_dict(ff.contract.state_dict())
-    layer.norm1.load_state_dict(block.attention_norm.state_dict())
-    layer.norm2.load_state_dict(block.feed_forward_norm.state_dict())
-    return layer
-
-
-def dense_gradients(block: EncoderBlock) -> list[Tensor]:
-    """A block's gradients, in the order of torch's parameters."""
+def weights_for_torch(block: EncoderBlock) -> dict[str, Tensor]:
+    """A dense block's parameters, by the names of those of torch's layer."""
     attention, ff = block.attention, block.feed_forward
     projections = attention.query, attention.key, attention.value
-    rest = [*attention.output.parameters(), *ff.expand.parameters(), *ff.contract.parameters()]
-    rest += [*block.attention_norm.parameters(), *block.feed_forward_norm.parameters()]
-    return [torch.cat([p.weight.grad for p in projections]), torch.cat([p.bias.grad for p in projections]), *(p.grad for p in rest)]
+    parts = {"self_attn.out_proj": attention.output, "linear1": ff.expand, "linear2": ff.contract}
+    parts |= {"norm1": block.attention_norm, "norm2": block.feed_forward_norm}
+    return {
+        "self_attn.in_proj_weight": torch.cat([p.weight for p in projections]),
+        "self_attn.in_proj_bias": torch.cat([p.bias for p in projections]),
+        **{f"{part}.{name}": value for part, module in parts.items() for name, value in module.named_parameters()},
+    }
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -64,21 +52,17 @@ def dense_gradients(block: EncoderBlock) -> list[Tensor]:
 @pytest.mark.parametrize("mask", [None, PADDED], ids=["unpadded", "padded"])
 def test_a_dense_block_equals_torchs(norm_first: bool, causal: bool, mask: Tensor | None) -> None:
     block = EncoderBlock(16, 4, 24, norm_first=norm_first).double()
-    for norm in (block.attention_norm, block.feed_forward_norm):
-        nn.init.normal_(norm.weight)
-        nn.init.normal_(norm.bias)
-    torch_layer = torch_block(block)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    layer = nn.TransformerEncoderLayer(16, 4, 24, 0.0, F.gelu, batch_first=True, norm_first=norm_first, dtype=torch.float64)
     x_BLD = torch.randn(3, 7, 16, dtype=torch.float64, requires_grad=True)
-    twin_BLD = x_BLD.detach().clone().requires_grad_()
     later = nn.Transformer.generate_square_subsequent_mask(7).isinf() if causal else None
-    expected = torch_layer(twin_BLD, src_mask=later, src_key_padding_mask=mask)
+    masks = {"src_mask": later, "src_key_padding_mask": mask}
+    expected = torch.func.functional_call(layer, weights_for_torch(block), (x_BLD,), masks)
     actual = block(x_BLD, key_padding_mask=mask, causal=causal)
     torch.testing.assert_close(actual, expected)
-    upstream = torch.randn_like(actual)
-    actual.backward(upstream)
-    expected.backward(upstream)
-    torch.testing.assert_close(x_BLD.grad, twin_BLD.grad)
-    torch.testing.assert_close(dense_gradients(block), [p.grad for p in torch_layer.parameters()])
+    inputs, upstream = [x_BLD, *block.parameters()], torch.randn_like(actual)
+    torch.testing.assert_close(*(torch.autograd.grad(out, inputs, upstream) for out in (actual, expected)))
 
 
 def test_padding_does_not_affect_other_positions_and_all_padding_is_finite() -> None:

@@ -242,26 +242,6 @@ def test_updates_do_not_depend_on_the_number_of_threads(order: int, case: str, o
     assert all(map(torch.equal, one, two))
 
 
-def test_states_from_a_checkpoint_without_strides_are_accepted() -> None:
-    tables = make_tables(3)
-    batches = make_batches(tables)
-    apply(ADAM, tables.parameters(), {"lr": 0.1})
-    for batch in batches[:2]:
-        backward(tables, batch)
-    again = copy.deepcopy(tables)
-    apply(ADAM, again.parameters(), {"lr": 0.1})
-    for parameter, other in zip(tables.parameters(), again.parameters(), strict=True):
-        saved = optimizer_of(parameter).state_dict()
-        saved["state"] = {
-            0: {name: value.clone(memory_format=torch.contiguous_format) for name, value in saved["state"][0].items()}
-        }
-        optimizer_of(other).load_state_dict(saved)
-    for trained in (tables, again):
-        for batch in batches[2:]:
-            backward(trained, batch)
-    assert all(map(torch.equal, tables.parameters(), again.parameters()))
-
-
 # Parameters that are not updated in backward
 
 
