@@ -164,14 +164,8 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: cr.TTEmbeddingBag(100, 16, shape=cr.TTShape((9, 10), (4, 4), 2)), "shape spans 90 x 16, less than 100 x 16"),
     (lambda: cr.TTEmbeddingBag(100, 16, shape=cr.TTShape((10, 10), (4, 4), 2), tt_ranks=2), "are both given: give one of them"),
     (lambda: cr.TTEmbeddingBag(32, 1, shape=cr.TTShape((2,) * 5, (1,) * 5, 2)), "has 5 cores: embedding tables take at most 4"),
-    (
-        lambda: cr.TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, padding_idx=0)),
-        "can't leave padding_idx out of bags",
-    ),
-    (
-        lambda: cr.TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, scale_grad_by_freq=True)),
-        "scale_grad_by_freq have no",
-    ),
+    (lambda: cr.TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, padding_idx=0)), "can't leave padding_idx out of bags"),
+    (lambda: cr.TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, scale_grad_by_freq=True)), "scale_grad_by_freq have no"),
     (lambda: look_up(0, 101), "id 101 is out of range for table 'C3': its ids run from 0 to 100"),
     (lambda: look_up(-1, 0), "id -1 is out of range for table 'C3': its ids run from 0 to 100"),
     (lambda: look_up(2**33), f"id {2**33} is out of range for table 'C3': its ids run from 0 to 100"),

@@ -233,10 +233,7 @@ def test_updates_do_not_depend_on_the_number_of_threads(order: int, case: str, o
         for batch in batches:
             backward(trained, batch)
         states = [optimizer_of(parameter).state[parameter] for parameter in chosen(trained)]
-        return [
-            *(parameter.detach() for parameter in trained.parameters()),
-            *(value for state in states for value in state.values()),
-        ]
+        return [*trained.parameters(), *(value for state in states for value in state.values())]
 
     one, two = (on_threads(count, train) for count in (1, 2))
     assert all(map(torch.equal, one, two))

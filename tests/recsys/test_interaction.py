@@ -77,10 +77,7 @@ ONES = torch.ones(2, 4)
         (lambda ops: ops.interact(ONES.double(), torch.ones(2, 1, 4)), "lead is not float32: convert it"),
         (lambda ops: ops.interact(ONES, torch.ones(2, 1, 4).double()), "rows is not float32 on CPU: convert it, or move it"),
         (lambda ops: ops.interact(ONES, torch.ones(2, 4, 3).mT), "rows has rows apart from each other: copy it"),
-        (
-            lambda ops: ops.interact_backward(torch.ones(2, 6), ONES, torch.ones(2, 1, 4)),
-            "but there are 2 samples with 5 outputs each",
-        ),
+        (lambda ops: ops.interact_backward(torch.ones(2, 6), ONES, torch.ones(2, 1, 4)), "there are 2 samples with 5 outputs each"),
     ],
 )
 def test_bad_arguments_are_refused(call: Callable[[Any], object], message: str) -> None:

@@ -132,10 +132,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: TTShape.for_table(1000, 16, tt_ranks=4, budget_params=100), "tt_ranks 4 and budget_params 100 are both given"),
     (lambda: TTShape.for_table(1000, 16, budget_params=0), "budget_params is 0: give a positive integer"),
     (lambda: TTShape.for_table(1000, 16, budget_params=20), r"budget_params is 20: a 1000 x 16 table takes at least \d+ param"),
-    (
-        lambda: tt_to_dense([torch.zeros(1, 4, 2, 1)], TTShape((3,), (2,), ())),
-        "cores have shapes .* but the TTShape states",
-    ),
+    (lambda: tt_to_dense([torch.zeros(1, 4, 2, 1)], TTShape((3,), (2,), ())), "cores have shapes .* but the TTShape states"),
     (lambda: TTShape.for_linear(0, 32), "in_features is 0"),
     (lambda: TTShape.for_linear(64, 32, order=3), "order is 3: linear layers take 2, 4, 6 or 8 cores"),
     (lambda: TTShape.for_linear(64, 32, tt_ranks=(4, 4)), r"tt_ranks \(4, 4\) would need 3 cores"),
