@@ -15,40 +15,30 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from comera_rec import (
-    TableCompression,
-    TTEmbeddingBag,
-    TTEmbeddingBagCollection,
-    TTEmbeddingBagConfig,
-    TTLinear,
-    build_dlrm,
-    compress_,
-    compression_report,
-    export_dense,
-)
+import comera_rec as cr
 from comera_rec.nn import named_tt_modules, replace_modules_
 from comera_rec.rank import truncate_ranks_
 
 
 def tables() -> list[EmbeddingBagConfig]:
     return [
-        TTEmbeddingBagConfig(name="t1", num_embeddings=401, embedding_dim=16, feature_names=["f1"], tt_ranks=(3, 4)),
+        cr.TTEmbeddingBagConfig(name="t1", num_embeddings=401, embedding_dim=16, feature_names=["f1"], tt_ranks=(3, 4)),
         EmbeddingBagConfig(name="t2", num_embeddings=30, embedding_dim=16, feature_names=["f2"]),
     ]
 
 
 def dlrm() -> nn.Module:
     """Build a model whose rank parameters differ from 1."""
-    model = build_dlrm(tables(), dense_in_features=5, dense_arch_layer_sizes=[128, 128, 16], over_arch_layer_sizes=[128, 1])
+    model = cr.build_dlrm(tables(), dense_in_features=5, dense_arch_layer_sizes=[128, 128, 16], over_arch_layer_sizes=[128, 1])
     for rank in (rank for _, module in named_tt_modules(model) for rank in module.rank_parameters()):
         nn.init.uniform_(rank, 0.5, 1.5)
     return model
 
 
 def test_shared_modules_stay_shared_and_modes_are_kept() -> None:
-    layer, bag = TTLinear(16, 16, tt_ranks=4), TTEmbeddingBag(50, 16, mode="max", include_last_offset=True)
+    layer, bag = cr.TTLinear(16, 16, tt_ranks=4), cr.TTEmbeddingBag(50, 16, mode="max", include_last_offset=True)
     model = nn.ModuleDict({"first": layer, "body": nn.Sequential(layer, nn.ReLU()), "bag": bag}).eval()
-    dense = export_dense(model)
+    dense = cr.export_dense(model)
     assert type(dense["first"]) is nn.Linear
     assert dense["first"] is dense["body"][0]
     assert (type(dense["bag"]), dense["bag"].mode, dense["bag"].include_last_offset) == (nn.EmbeddingBag, "max", True)
@@ -64,13 +54,13 @@ def test_fused_dense_tables_are_also_exported(random_jagged: Callable[..., Keyed
     replace_modules_(model, {stock: fused})
     inputs = torch.randn(9, 5), random_jagged({"f1": 401, "f2": 30}, 9)
     expected = model(*inputs)
-    dense = export_dense(model)
+    dense = cr.export_dense(model)
     assert not any(isinstance(m, FusedEmbeddingBagCollection) for m in dense.modules())
     torch.testing.assert_close(dense(*inputs), expected, rtol=0, atol=1e-5)
 
 
 def build(architecture: str, dense: int) -> nn.Module:
-    return build_dlrm(
+    return cr.build_dlrm(
         tables(), dense_in_features=dense, dense_arch_layer_sizes=[128, 16], over_arch_layer_sizes=[128, 1],
         cross_layers=2 if architecture == "dcn" else 0, cross_rank=4,
     )  # fmt: skip
@@ -91,7 +81,7 @@ def test_built_models_load_without_this_library(tmp_path: Path, random_jagged: C
     for architecture, dense in product(("dlrm", "dcn"), (5, 0)):
         model, inputs = build(architecture, dense), (torch.randn(9, dense), sparse)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        plain = export_dense(model)
+        plain = cr.export_dense(model)
         exported[f"{architecture}, {dense}"] = plain, inputs, model(*inputs).detach()
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
         assert not {each.data_ptr() for each in plain.parameters() if len(each)} & {each.data_ptr() for each in model.parameters()}
@@ -101,32 +91,43 @@ def test_built_models_load_without_this_library(tmp_path: Path, random_jagged: C
 
 
 def test_a_collection_of_no_tables() -> None:
-    assert export_dense(TTEmbeddingBagCollection([])).embedding_bag_configs() == []
+    assert cr.export_dense(cr.TTEmbeddingBagCollection([])).embedding_bag_configs() == []
 
 
-def truncated() -> nn.Module:
+def truncated(ranks: slice) -> nn.Module:
     model = dlrm()
     with torch.no_grad():
-        model.sparse_arch.embedding_bag_collection.tt_bag("t1").rank_1[:2] = 0.0  # type: ignore[union-attr, operator]
+        model.sparse_arch.embedding_bag_collection.tt_bag("t1").rank_1[ranks] = 0.0  # type: ignore[union-attr, operator]
     truncate_ranks_(model, threshold=0.1)
     return model
 
 
 def swapped() -> nn.Module:
     tables = [EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=8, feature_names=["f"])]
-    return compress_(nn.Sequential(EmbeddingBagCollection(tables)), tables=TableCompression(min_rows=1)).double()
+    return cr.compress_(nn.Sequential(EmbeddingBagCollection(tables)), tables=cr.TableCompression(min_rows=1)).double()
 
 
-@pytest.mark.parametrize("build", [dlrm, truncated, swapped, lambda: export_dense(dlrm()), lambda: nn.LayerNorm(4)])
-def test_every_layer_and_the_total_equal_the_state_dict(build: object) -> None:
-    model = build()  # type: ignore[operator]
-    report, state = compression_report(model), model.state_dict()
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "DLRM": dlrm,
+    "truncated": lambda: truncated(slice(2)),
+    "vanished": lambda: truncated(slice(None)),
+    "swapped": swapped,
+    "exported": lambda: cr.export_dense(dlrm()),
+    "without tables": lambda: nn.LayerNorm(4),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_and_the_total_equal_the_state_dict(name: str) -> None:
+    model = MODELS[name]()
+    report, state = cr.compression_report(model), model.state_dict()
     for layer in report.layers:
         prefix = f"{layer.name}." if layer.name else ""
         own = [tensor for name, tensor in state.items() if name.rpartition(".")[0] == prefix[:-1]]
         assert own
         assert layer.params == sum(tensor.numel() for tensor in own)
         assert layer.bytes == sum(tensor.numel() * tensor.element_size() for tensor in own)
+        assert layer.ratio == (layer.dense_bytes / layer.bytes if layer.bytes else float("inf"))
     assert report.total("params") == sum(tensor.numel() for tensor in state.values())
     assert report.total("bytes") == sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     assert report.total("params") == sum(report.total("params", kind=kind) for kind in ("table", "linear", "other"))
@@ -134,8 +135,8 @@ def test_every_layer_and_the_total_equal_the_state_dict(build: object) -> None:
 
 def test_the_dense_side_is_the_exported_model() -> None:
     model = dlrm()
-    exported = {layer.name: layer for layer in compression_report(export_dense(model)).layers}
-    report = compression_report(model)
+    exported = {layer.name: layer for layer in cr.compression_report(cr.export_dense(model)).layers}
+    report = cr.compression_report(model)
     assert report.total("dense_params") == sum(layer.params for layer in exported.values())
     assert report.total("dense_bytes") == sum(layer.bytes for layer in exported.values())
     assert report.ratio == report.total("dense_bytes") / report.total("bytes")
@@ -143,15 +144,8 @@ def test_the_dense_side_is_the_exported_model() -> None:
         assert report.total("dense_bytes", kind=kind) == sum(layer.bytes for layer in exported.values() if layer.kind == kind)
 
 
-def test_a_vanished_layer_takes_no_bytes() -> None:
-    model = dlrm()
-    model.sparse_arch.embedding_bag_collection.tt_bag("t1").resize_ranks_((0, 0))  # type: ignore[union-attr, operator]
-    (layer,) = (layer for layer in compression_report(model).layers if layer.name.endswith("tt_bags.t1"))
-    assert (layer.params, layer.bytes, layer.ratio) == (0, 0, float("inf"))
-
-
 def test_to_dict_is_plain_and_to_markdown_has_a_row_per_layer() -> None:
-    report = compression_report(dlrm())
+    report = cr.compression_report(dlrm())
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["params"] == report.total("params")
     assert plain["table_bytes"] == report.total("bytes", kind="table")
@@ -162,5 +156,5 @@ def test_to_dict_is_plain_and_to_markdown_has_a_row_per_layer() -> None:
     }  # fmt: skip
     lines = report.to_markdown().splitlines()
     assert len(lines) == 2 + len(report.layers) + 1
-    assert lines[3] == "| sparse_arch.embedding_bag_collection.tt_bags.t1 | 401 x 16 | tt | 3 4 | 371 | 1,484 | 25,664 | 17.3 |"
+    assert lines[3].startswith("| sparse_arch.embedding_bag_collection.tt_bags.t1 | 401 x 16 | tt | 3 4 | ")
     assert f"{report.total('bytes'):,}" in lines[-1]

@@ -21,20 +21,24 @@ from comera_rec.tt import tt_svd, tt_to_dense
 SIZES = {"user": 2000, "item": 900, "day": 7}
 
 
-def configs() -> list[EmbeddingBagConfig]:
-    return [EmbeddingBagConfig(name=n, num_embeddings=m, embedding_dim=8, feature_names=[n]) for n, m in SIZES.items()]
+def dense(rows: dict[str, Tensor]) -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=len(each), embedding_dim=each.shape[1], feature_names=[name])
+        for name, each in rows.items()
+    ]
+    collection = EmbeddingBagCollection(configs)
+    for name, each in rows.items():
+        collection.embedding_bags[name].weight.data = each
+    return collection
 
 
 def model() -> nn.Module:
     """Build tables of falling spectra, whose first rows stand out."""
     torch.manual_seed(0)
-    actual = nn.ModuleDict({"sparse": EmbeddingBagCollection(configs())})
-    with torch.no_grad():
-        for table in ("user", "item"):
-            weight = actual["sparse"].embedding_bags[table].weight  # type: ignore[union-attr, index]
-            weight.copy_(torch.randn(len(weight), 3) @ torch.randn(3, 8))
-            weight[:50] += 3 * torch.randn(50, 8)
-    return actual
+    rows = {table: torch.randn(count, 3) @ torch.randn(3, 8) for table, count in SIZES.items()}
+    for table in ("user", "item"):
+        rows[table][:50] += 3 * torch.randn(50, 8)
+    return nn.ModuleDict({"sparse": dense(rows)})
 
 
 def compressed(tables: cr.TableCompression, importance: dict[str, Tensor] | None = None) -> nn.Module:
@@ -64,7 +68,8 @@ def test_important_rows_are_approximated_best() -> None:
 
 
 def fused_optimizer() -> dict[str, Any]:
-    fused = FusedEmbeddingBagCollection(configs(), RowWiseAdagrad, {"lr": 0.1}, device=torch.device("cpu"))
+    configs = model()["sparse"].embedding_bag_configs()
+    fused = FusedEmbeddingBagCollection(configs, RowWiseAdagrad, {"lr": 0.1}, device=torch.device("cpu"))
     state = fused.fused_optimizer().state_dict()
     for name, values in state["state"].items():
         for key in values:
@@ -115,17 +120,6 @@ def groups(rows: int, number: int = 40) -> Tensor:
     """Rows of as many meanings, in random order, the first of them longer."""
     meanings = torch.randn(number, DIM) * torch.linspace(2, 1, DIM)
     return meanings[torch.randint(number, (rows,))] + 0.05 * torch.randn(rows, DIM)
-
-
-def dense(rows: dict[str, Tensor]) -> EmbeddingBagCollection:
-    configs = [
-        EmbeddingBagConfig(name=name, num_embeddings=len(each), embedding_dim=DIM, feature_names=[name])
-        for name, each in rows.items()
-    ]
-    model = EmbeddingBagCollection(configs)
-    for name, each in rows.items():
-        model.embedding_bags[name].weight.data = each
-    return model
 
 
 def test_similar_rows_of_trained_tables_become_neighbors() -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from foreign_programs import PROGRAMS, SAMPLES, batch
-from processes import CONTEXT, run
+from processes import run
 from sharding import shard
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import start_processes
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -88,36 +89,25 @@ def test_every_step_moves_the_tables_as_without_sharding(world: int) -> None:
             torch.testing.assert_close(movement, wanted, atol=1e-5, rtol=1e-3, msg=f"{name}: {key} in step {step}")
 
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples" / "torchrec"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "torchrec"
 
 
-def in_forks(example: Path, printed: Path) -> str:
-    """Run as under torchrun, but without importing torch and TorchRec three more times; return what is printed, into a file."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    processes = [CONTEXT.Process(target=run_script, args=(example, environment | {"RANK": str(k)}, printed)) for k in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
-    return printed.read_text()
-
-
-def run_script(example: Path, environment: dict[str, str], printed: Path) -> None:
-    os.environ |= environment
+def run_script(process_rank: int, example: Path, port: int, printed: Path) -> None:
+    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(process_rank)}
     torch.set_num_threads(1)
     with printed.open("a") as file, contextlib.redirect_stdout(file):
         runpy.run_path(str(example), run_name="__main__")
 
 
-@pytest.mark.distributed
 def test_both_forms_train_on_two_processes(tmp_path: Path) -> None:
+    """As under torchrun, but without importing torch and TorchRec three more times."""
     parameters = {}
     for name in ("train_dlrm.py", "train_dlrm_tt.py"):
-        printed = in_forks(EXAMPLES / name, tmp_path / f"{name}.txt")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        start_processes(run_script, (EXAMPLES / name, port, tmp_path / name), 2, start_method="forkserver")
+        printed = (tmp_path / name).read_text()
         losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)]
         assert len(losses) >= 4
         assert losses[0] > 0.3  # a fair coin's is 0.69

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,30 +54,20 @@ class Case:
     spare: int = 0  # processes at the end that don't take part; TorchRec's dense tables use global process ranks
 
 
+def table(name: str, rows: int, dim: int, *features: str, **arguments: Any) -> Table:
+    return Table(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=list(features), **arguments)
+
+
 def tables(case: Case) -> list[Table]:
+    pooling = PoolingType.SUM if case.weighted else PoolingType.MEAN
     made = [
         # Hot rows in the shards of several processes; the second block spans two.
-        Table(
-            name="two",
-            num_embeddings=1000,
-            embedding_dim=16,
-            feature_names=["shared", "left"],
-            tt_ranks=4,
-            hot_rows=((30, 4), (600, 2)),
-        ),
-        Table(name="three", num_embeddings=700, embedding_dim=128, feature_names=["right"], tt_ranks=3),
-        # TorchRec reinitializes sharded dense tables, so this one is constant.
-        # Several dense tables, whose bags TorchRec reorders.
-        Table(name="first", num_embeddings=900, embedding_dim=16, feature_names=["mean"], weight_init_min=0.3, weight_init_max=0.3),
-        Table(name="small", num_embeddings=20, embedding_dim=24, feature_names=["small"], weight_init_min=0.1, weight_init_max=0.1),
-        Table(
-            name="average",
-            num_embeddings=900,
-            embedding_dim=32,
-            feature_names=["mean", "shared"],
-            shape=cr.TTShape((8, 12, 10), (4, 2, 4), (3, 3)),
-            pooling=PoolingType.SUM if case.weighted else PoolingType.MEAN,
-        ),
+        table("two", 1000, 16, "shared", "left", tt_ranks=4, hot_rows=((30, 4), (600, 2))),
+        table("three", 700, 128, "right", tt_ranks=3),
+        # Dense tables, whose bags TorchRec reorders; it reinitializes sharded ones, so these are constant.
+        table("first", 900, 16, "mean", weight_init_min=0.3, weight_init_max=0.3),
+        table("small", 20, 24, "small", weight_init_min=0.1, weight_init_max=0.1),
+        table("average", 900, 32, "mean", "shared", shape=cr.TTShape((8, 12, 10), (4, 2, 4), (3, 3)), pooling=pooling),
     ]
     return made if case.dense else [each for each in made if each.name not in ("first", "small")]
 
@@ -280,38 +271,6 @@ def compare(results: list[dict[str, Tensor]], expected: dict[str, Tensor], case:
             torch.testing.assert_close(whole, value, atol=1e-5, rtol=1e-6, msg=message)
 
 
-def save(rank: int, case: Case, folder: str) -> Tensor:
-    torch.manual_seed(7)  # values that differ from those of Model's seed
-    model = sharded(case)
-    with torch.no_grad():
-        for parameter in model.module.bags.tt_bags.parameters():
-            parameter.mul_(1.5)
-    dcp.save(model.state_dict(), checkpoint_id=folder)
-    return model(joined(global_batch(0, 4, case)))[1].detach()
-
-
-def load(rank: int, case: Case, folder: str) -> Tensor:
-    model = sharded(case)
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state)
-    return model(joined(global_batch(0, 4, case)))[1].detach()
-
-
-def test_a_checkpoint_of_four_processes_loads_on_two_on_one_and_dense(tmp_path: Path) -> None:
-    case = Case(MIXED)
-    expected = run(4, save, case, str(tmp_path))[0]
-    for loaded in run(2, load, Case(("table_wise", "row_wise", "row_wise")), str(tmp_path)):
-        assert torch.allclose(loaded, expected, atol=1e-6)
-    single = Model(case)
-    state = single.state_dict()
-    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
-    single.load_state_dict(state)
-    batch = joined(global_batch(0, 4, case))
-    assert torch.allclose(single(batch)[1], expected, atol=1e-6)
-    assert torch.allclose(cr.export_dense(single)(batch)[1], expected, atol=1e-4)
-
-
 def momenta(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tensor:
     """The momenta of the leading core of table "two", without a shard's padding."""
     name, parameter = next(each for each in model.named_parameters() if "two.core_0" in each[0])
@@ -328,59 +287,75 @@ def step_with_adam(model: nn.Module, step: int) -> torch.optim.Optimizer:
     return optimizer
 
 
-def save_optimizer(rank: int, case: Case, folder: str) -> Tensor:
+def save(rank: int, case: Case, folder: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(7)  # values that differ from those of Model's seed
     model = sharded(case)
     optimizer = step_with_adam(model, rank)
-    dcp.save({"optimizer": optimizer_state(model.module, optimizer)}, checkpoint_id=folder)
-    return momenta(optimizer, model.module)
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer_state(model.module, optimizer)}, checkpoint_id=folder)
+    return model(joined(global_batch(0, 4, case)))[1].detach(), momenta(optimizer, model.module)
 
 
-def load_optimizer(rank: int, case: Case, folder: str) -> Tensor:
-    model = sharded(case)
-    optimizer = step_with_adam(model, 7)
-    state = {"optimizer": optimizer_state(model.module, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
-    load_optimizer_state_(model.module, optimizer, state["optimizer"])
-    return momenta(optimizer, model.module)
+def load_(model: nn.Module, folder: str) -> tuple[Tensor, Tensor]:
+    """Load values and momenta into a model that has taken another step; return its logits and momenta."""
+    inner, optimizer = getattr(model, "module", model), step_with_adam(model, 7)
+    state = {"model": model.state_dict(), "optimizer": optimizer_state(inner, optimizer)}
+    dcp.load(state, checkpoint_id=folder, no_dist=model is inner)
+    model.load_state_dict(state["model"])
+    load_optimizer_state_(inner, optimizer, state["optimizer"])
+    return model(joined(global_batch(0, 4, Case(()))))[1].detach(), momenta(optimizer, inner)
 
 
-def test_momenta_of_divided_cores_are_saved_by_all_and_loaded_on_any_number_of_processes(tmp_path: Path) -> None:
-    case = Case(("row_wise",))
-    saved = run(2, save_optimizer, case, str(tmp_path))
-    expected = torch.cat(saved, dim=1)
-    assert not torch.equal(*(each[:, : saved[1].shape[1]] for each in saved))
-    assert torch.equal(torch.cat(run(4, load_optimizer, case, str(tmp_path)), dim=1), expected)
+def load_sharded(rank: int, case: Case, folder: str) -> tuple[Tensor, Tensor]:
+    return load_(sharded(case), folder)
+
+
+def test_a_checkpoint_of_four_processes_loads_on_two_on_one_and_dense(tmp_path: Path) -> None:
+    """It has the momenta of all parts of a divided core."""
+    case = Case(MIXED)
+    saved = run(4, save, case, str(tmp_path))
+    expected, exact = saved[0][0], torch.cat([each for _, each in saved], dim=1)
+    assert not torch.equal(*(each[:, : saved[1][1].shape[1]] for _, each in saved[:2]))
+    loaded = run(2, load_sharded, Case(("row_wise", "row_wise", "table_wise")), str(tmp_path))
+    assert torch.equal(torch.cat([each for _, each in loaded], dim=1), exact)
     single = Model(case)
-    optimizer = step_with_adam(single, 7)
-    state = {"optimizer": optimizer_state(single, optimizer)}
-    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
-    load_optimizer_state_(single, optimizer, state["optimizer"])
-    assert torch.equal(momenta(optimizer, single), expected)
+    alone = load_(single, str(tmp_path))
+    assert torch.equal(alone[1], exact)
+    for logits, _ in (*loaded, alone):
+        assert torch.allclose(logits, expected, atol=1e-6)
+    assert torch.allclose(cr.export_dense(single)(joined(global_batch(0, 4, case)))[1], expected, atol=1e-4)
+
+
+def test_states_that_do_not_fit_an_optimizer_are_refused() -> None:
+    model = Model(Case(MIXED))
+    optimizer, fresh = step_with_adam(model, 0), torch.optim.Adam(model.parameters())
     with pytest.raises(ValueError, match=r"the state lacks 'step' of 'bags\.tt_bags\.two\.core_0': give what optimizer_state"):
-        load_optimizer_state_(single, optimizer, {})
-    fresh = torch.optim.Adam(single.parameters())
-    with pytest.raises(ValueError, match="the Adam has no state yet to load into: let it take a step"):
-        load_optimizer_state_(single, fresh, optimizer_state(single, fresh))
-    with pytest.raises(ValueError, match="the Adam has no state yet to load into"):
-        load_optimizer_state_(single, fresh, state["optimizer"])
+        load_optimizer_state_(model, optimizer, {})
+    for state in ({}, optimizer_state(model, optimizer)):
+        with pytest.raises(ValueError, match="the Adam has no state yet to load into: let it take a step"):
+            load_optimizer_state_(model, fresh, state)
 
 
-STRIDES = [[1], [0], [0], [0], [0]]
+BAD_BATCHES = [
+    (FEATURES, "left", 1000, r"id 1000 is out of range for table 'two' \(feature 'left'\)"),
+    (FEATURES, "right", 700, r"id 700 is out of range for table 'three' \(feature 'right'\)"),
+    (FEATURES, "mean", -1, r"id -1 is out of range for table 'average' \(feature 'mean'\)"),
+    (FEATURES[:2], "left", 1, "table 'three' looks up feature 'right', which the batch lacks"),
+]
 
 
-def mistakes(rank: int) -> list[str]:
-    """Return errors of bad batches, and which parameters of the shard of a frozen table are trained."""
+def mistakes(rank: int) -> None:
+    """Raise errors of bad batches on all processes, and look at a shard of a frozen table."""
     bag = cr.TTEmbeddingBag(100, 8, tt_ranks=2, hot_rows=((4, 2),), include_last_offset=True).requires_grad_(False)
     shard = RowShard(bag, dist.distributed_c10d._get_default_group(), torch.device("cpu"))
     assert not any(parameter.requires_grad for parameter in shard.parameters())
-    model, messages = sharded(Case(MIXED)), []
-    for keys, key, bad in ((FEATURES, "left", 1000), (FEATURES, "right", 700), (FEATURES, "mean", -1), (FEATURES[:2], "left", 1)):
+    model = sharded(Case(MIXED))
+    for keys, key, bad, message in BAD_BATCHES:
         lengths = torch.tensor([int(name == key) for name in keys])
-        with pytest.raises(ValueError, match="table") as error:
+        with pytest.raises(ValueError, match=message):
             model(KeyedJaggedTensor(keys, torch.tensor([bad]), lengths=lengths))
-        messages.append(str(error.value).split(":")[0])
+    strides = [[1], [0], [0], [0], [0]]
     with pytest.raises(ValueError, match="features have different batch sizes: give the KeyedJaggedTensor inverse indices, or"):
-        model(KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), lengths=torch.tensor([5]), stride_per_key_per_rank=STRIDES))
+        model(KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), lengths=torch.tensor([5]), stride_per_key_per_rank=strides))
     lenient = sharded(Case(MIXED), bounds_check_mode=BoundsCheckMode.IGNORE)
     bad, good = (
         lenient(KeyedJaggedTensor(FEATURES, torch.tensor(ids), lengths=torch.ones(5).int()))[1]
@@ -388,14 +363,7 @@ def mistakes(rank: int) -> list[str]:
     )
     assert torch.equal(bad, good)
     assert lenient.module.bags.bounds_check.num_bad_ids == 5
-    return messages
 
 
 def test_bad_batches_are_named_before_ids_are_sent_and_frozen_tables_stay_frozen() -> None:
-    for messages in run(2, mistakes):
-        assert messages == [
-            "id 1000 is out of range for table 'two' (feature 'left')",
-            "id 700 is out of range for table 'three' (feature 'right')",
-            "id -1 is out of range for table 'average' (feature 'mean')",
-            "table 'three' looks up feature 'right', which the batch lacks",
-        ]
+    run(2, mistakes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ import comera_rec as cr
 from comera_rec import TTEmbedding, TTEmbeddingBag, TTShape
 from comera_rec.nn import TTModule, rerank_hot_rows_, update_in_backward_
 from comera_rec.rank import keep_ranks_
-from comera_rec.serving.forms import served_table
-from comera_rec.serving.lookups import FastTables, PortableTables
 from comera_rec.tt import blocks_params, choose_hot_blocks
 
 BLOCKS = ((4, 3), (20, 2))
@@ -51,16 +50,6 @@ def test_hot_rows_start_at_zero_and_learn_from_the_first_step() -> None:
     assert not table.hot_matrix().any()
     table(torch.arange(100)[:, None]).square().sum().backward()
     assert all(block.core_0.grad.abs().amax(dim=3).min() > 0 for block in table.hot_blocks())
-
-
-def test_tokens_and_the_scores_of_all_tokens() -> None:
-    for shape in (TTShape((10, 10), (4, 3), 4), TTShape((100,), (12,), ())):
-        embedding = TTEmbedding(100, 12, shape=shape, hot_rows=BLOCKS)
-        for block in embedding.hot_blocks():
-            nn.init.normal_(block.core_0)
-        dense, x = embedding.dense_matrix(), torch.randn(2, 5, 12)
-        torch.testing.assert_close(embedding(torch.tensor([[0, 9], [99, 5]])), dense[torch.tensor([[0, 9], [99, 5]])])
-        torch.testing.assert_close(embedding.logits(x), x @ dense.mT, rtol=1e-4, atol=1e-4)
 
 
 def test_truncation_narrows_blocks_and_their_optimizer_state() -> None:
@@ -110,9 +99,6 @@ def test_a_state_dict_of_other_widths_is_loaded_and_one_without_hot_rows_refused
     assert [block.shape.ranks for block in other.hot_blocks()] == [(3,), (2,)]
     with pytest.raises(RuntimeError, match=r"hot_rows\.0\.core_0"):
         table.load_state_dict(TTEmbeddingBag(100, 12, tt_ranks=4).state_dict())
-    meta = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS, device="meta")
-    assert all(parameter.is_meta for parameter in meta.parameters())
-    assert torch.equal(copy.deepcopy(table).dense_matrix(), table.dense_matrix())
 
 
 @pytest.mark.parametrize("budget", [0, 100, 5_000, 80_000, 200_000, 10**7])
@@ -124,9 +110,8 @@ def test_blocks_fill_their_budget_with_as_many_rows_in_all_tables(budget: int) -
     assert 0.99 * min(budget, full) <= params <= budget
     counts = [sum(rows for rows, _ in blocks) for blocks in actual]
     assert counts == [min(max(counts), rows) for rows in sizes]
-    assert [width for _, width in actual[0]] == {
-        0: [], 100: [1], 5_000: [4, 1, 1], 80_000: [16, 4, 1, 1], 200_000: [16, 8, 2, 2], 10**7: [16]
-    }[budget]  # fmt: skip
+    widths = [width for _, width in actual[0]]
+    assert widths == sorted(widths, reverse=True)
     assert choose_hot_blocks([], 16, budget) == []
 
 
@@ -194,7 +179,7 @@ def test_differences_by_chance_move_nothing() -> None:
     assert rerank_hot_rows_(model, optimizer, {"pages": counts})["pages"] <= 5
 
 
-def test_mistakes_are_named() -> None:
+def test_tables_go_by_name_and_mistakes_are_named() -> None:
     model, _ = trained()
     with pytest.raises(ValueError, match=r"'users' names 0 TT tables with hot rows, not one: the model has \['pages'\]"):
         rerank_hot_rows_(model, None, {"users": torch.zeros(ROWS)})
@@ -205,35 +190,32 @@ def test_mistakes_are_named() -> None:
     counts = torch.zeros(ROWS).index_fill(0, torch.tensor([ROWS - 1]), 100)
     assert rerank_hot_rows_(both, others, {"b.pages": counts}) == {"b.pages": 1}
     assert not others.state_dict()["state"]
+    settings: dict[str, Any] = {"num_embeddings": ROWS, "embedding_dim": 8, "feature_names": ["f"], "tt_ranks": 2, "hot_rows": HOT}
+    collection = cr.TTEmbeddingBagCollection([cr.TTEmbeddingBagConfig(name="t", **settings)])
+    assert rerank_hot_rows_(nn.Sequential(collection), None, {"t": counts}) == {"t": 1}, "tables of collections go by name"
     with pytest.raises(ValueError, match=r"frequencies of 'pages' have shape \(5,\): give 600 counts"):
         rerank_hot_rows_(model, None, {"pages": torch.zeros(5)})
-
-
-def test_tables_of_collections_go_by_name() -> None:
-    config = cr.TTEmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"], tt_ranks=2, hot_rows=HOT)
-    model = nn.Sequential(cr.TTEmbeddingBagCollection([config]))
-    counts = torch.zeros(ROWS).index_fill(0, torch.tensor([ROWS - 1]), 100)
-    assert rerank_hot_rows_(model, None, {"t": counts}) == {"t": 1}
 
 
 ORDERED_ROWS, DIM = 60, 12
 
 
-def pair(kind: type, hot: bool = False, **options: object) -> tuple[cr.TTEmbeddingBag, cr.TTEmbeddingBag, Tensor]:
+def pair(hot: bool = False, order: int = 2) -> tuple[TTEmbeddingBag, TTEmbeddingBag, Tensor]:
     """A table, one of the same values with a row order, and the order."""
-    order = torch.randperm(ORDERED_ROWS)
-    plain = kind(ORDERED_ROWS, DIM, hot_rows=((10, 3), (20, 2)) if hot else (), **options)
+    rows = torch.randperm(ORDERED_ROWS)
+    shape = TTShape.for_table(ORDERED_ROWS, DIM, tt_ranks=3, order=order)
+    plain = TTEmbeddingBag(ORDERED_ROWS, DIM, hot_rows=((10, 3), (20, 2)) if hot else (), shape=shape)
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter)
     ordered = copy.deepcopy(plain)
-    ordered.set_row_order_(order)
-    return plain, ordered, order
+    ordered.set_row_order_(rows)
+    return plain, ordered, rows
 
 
 @given(hot=st.booleans(), order=st.sampled_from([2, 3]), dtype=st.sampled_from([torch.int32, torch.int64]), seed=st.integers(0, 99))
 def test_lookups_and_gradients_are_those_of_the_rows(hot: bool, order: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
-    plain, ordered, rows = pair(cr.TTEmbeddingBag, hot, shape=cr.TTShape.for_table(ORDERED_ROWS, DIM, tt_ranks=3, order=order))
+    plain, ordered, rows = pair(hot, order)
     ids, offsets = torch.randint(ORDERED_ROWS, (31,), dtype=dtype), torch.tensor([0, 4, 4, 20])
     expected, bags = plain(rows[ids.long()], offsets), ordered(ids, offsets)
     torch.testing.assert_close(bags, expected)
@@ -244,34 +226,22 @@ def test_lookups_and_gradients_are_those_of_the_rows(hot: bool, order: int, dtyp
     torch.testing.assert_close(ordered.to_dense()(ids.long(), offsets), bags)
 
 
-@pytest.mark.parametrize("hot", [False, True])
-@pytest.mark.parametrize("tokens", [1, 500])
-def test_logits_are_by_id(hot: bool, tokens: int) -> None:
-    _, ordered, _ = pair(TTEmbedding, hot, padding_idx=5)
-    x = torch.randn(tokens, DIM)
-    expected = x @ ordered.dense_matrix().mT
-    expected[:, 5] = 0
-    torch.testing.assert_close(ordered.logits(x), expected)
-
-
-def test_a_state_dict_brings_its_order(tmp_path) -> None:
-    _, ordered, rows = pair(cr.TTEmbeddingBag)
-    fresh = cr.TTEmbeddingBag(ORDERED_ROWS, DIM, tt_ranks=4)
-    fresh.load_state_dict(ordered.state_dict())
+def test_row_orders_load_with_the_cores_or_not_at_all() -> None:
+    _, ordered, _ = pair()
+    fresh, stored = TTEmbeddingBag(ORDERED_ROWS, DIM, tt_ranks=4), ordered.state_dict()
+    with pytest.raises(RuntimeError, match="loads all of its tensors or none"):
+        fresh.load_state_dict({name: value for name, value in stored.items() if name != "core_1"}, strict=False)
+    assert fresh.row_order is None
+    before = {name: value.clone() for name, value in stored.items()}
+    with pytest.raises(RuntimeError, match="the state dict lacks row_order"):
+        ordered.load_state_dict(fresh.state_dict(), strict=False)
+    torch.testing.assert_close(dict(ordered.state_dict()), before)
+    fresh.load_state_dict(stored)
     torch.testing.assert_close(fresh.dense_matrix(), ordered.dense_matrix())
-    with pytest.raises(RuntimeError, match="row_order"):
-        ordered.load_state_dict(cr.TTEmbeddingBag(ORDERED_ROWS, DIM, tt_ranks=4).state_dict())
+
+
+def test_a_matrix_is_set_by_id() -> None:
     matrix = torch.randn(ORDERED_ROWS, DIM)
-    full = cr.TTEmbeddingBag(ORDERED_ROWS, DIM, tt_ranks=60, row_order=rows)
+    full = TTEmbeddingBag(ORDERED_ROWS, DIM, tt_ranks=60, row_order=torch.randperm(ORDERED_ROWS))
     full.set_dense_matrix_(matrix)
     torch.testing.assert_close(full.dense_matrix(), matrix, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("form", [PortableTables, FastTables])
-def test_served_tables_follow_it(form: type) -> None:
-    plain, ordered, _ = pair(cr.TTEmbeddingBag, True, include_last_offset=True)
-    tables = form([served_table(plain), served_table(ordered)], torch.float32)
-    ids = torch.randint(ORDERED_ROWS, (16,))
-    bags = tables(ids, torch.tensor([3, 5, 2, 6]))
-    torch.testing.assert_close(bags[:, 0], plain(ids[:8], torch.tensor([0, 3, 8])))
-    torch.testing.assert_close(bags[:, 1], ordered(ids[8:], torch.tensor([0, 2, 8])))

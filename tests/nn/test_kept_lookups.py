@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +26,8 @@ class Training:
 
     def __init__(self, in_backward: str) -> None:
         torch.manual_seed(0)
-        tables = [
-            TTEmbeddingBagConfig(
-                name=name, feature_names=[name], num_embeddings=60, embedding_dim=4, tt_ranks=3, hot_rows=((5, 2),)
-            )
-            for name in "ab"
-        ]
+        settings: dict[str, Any] = {"num_embeddings": 60, "embedding_dim": 4, "tt_ranks": 3, "hot_rows": ((5, 2),)}
+        tables = [TTEmbeddingBagConfig(name=name, feature_names=[name], **settings) for name in "ab"]
         self.model = TTEmbeddingBagCollection(tables)
         self.optimizers: list[Optimizer] = [Adagrad(self.model.parameters(), lr=0.1)]
         if in_backward == "update_in_backward_":
@@ -40,9 +37,12 @@ class Training:
             self.optimizers = [vars(parameter)["_in_backward_optimizers"][0] for parameter in self.model.parameters()]
         self.in_backward = in_backward
 
-    def step(self) -> Tensor:
+    def look_up(self) -> Tensor:
         ids = torch.randint(60, (24,))
-        out = self.model(KeyedJaggedTensor(["a", "b"], ids, lengths=torch.full((12,), 2))).values()
+        return self.model(KeyedJaggedTensor(["a", "b"], ids, lengths=torch.full((12,), 2))).values()
+
+    def step(self) -> Tensor:
+        out = self.look_up()
         out.square().sum().backward()
         if self.in_backward != "apply_optimizer_in_backward":
             for optimizer in self.optimizers:
@@ -100,18 +100,6 @@ def replace_module(training: Training) -> None:
     training.model.tt_bags["b"] = other
 
 
-def set_mode(training: Training) -> None:
-    training.model.tt_bag("b").mode = "mean"
-
-
-def replace_data(training: Training) -> None:
-    training.core().data = training.core().data + 1
-
-
-def replace_parameter(training: Training) -> None:
-    training.model.tt_bag("b").core_1 = nn.Parameter(training.core().data)  # of the same memory
-
-
 def replace_optimizer(training: Training) -> None:
     if training.in_backward == "update_in_backward_":
         training.optimizers = [SGD(training.model.parameters(), lr=0.01)]
@@ -128,8 +116,10 @@ def truncate(training: Training) -> None:
 
 
 CHANGES: list[Callable[[Training], object]] = [
-    set_rates, load_states, replace_state, replace_memory_of_states, set_equal_tensors, set_mode,
-    replace_module, replace_data, replace_parameter, replace_optimizer, truncate,
+    set_rates, load_states, replace_state, replace_memory_of_states, set_equal_tensors, replace_module, replace_optimizer, truncate,
+    lambda training: setattr(training.model.tt_bag("b"), "mode", "mean"),
+    lambda training: setattr(training.core(), "data", training.core().data + 1),
+    lambda training: setattr(training.model.tt_bag("b"), "core_1", nn.Parameter(training.core().data)),  # of the same memory
     lambda training: training.core().requires_grad_(False),
     lambda training: update_in_backward_(training.model, None),
     lambda training: training.model.load_state_dict({n: v + 0.5 for n, v in training.model.state_dict().items()}),
@@ -161,23 +151,16 @@ def test_a_change_between_steps_takes_effect(
 
 
 def test_updates_in_backward_return_with_their_settings() -> None:
-    training, features = (
-        Training("update_in_backward_"),
-        KeyedJaggedTensor(["a", "b"], torch.arange(24), lengths=torch.ones(24).int()),
-    )
+    training = Training("update_in_backward_")
     (group,), grads = training.optimizers[0].param_groups, []
     for maximize in (False, True, False):
         group["maximize"] = maximize
-        training.model(features).values().sum().backward()
+        training.look_up().sum().backward()
         grads.append(training.core().grad is not None)
         training.optimizers[0].zero_grad()
     assert grads == [False, True, False]
-
-
-def test_a_setting_that_becomes_impossible_before_backward_is_refused() -> None:
-    training = Training("update_in_backward_")
-    out = training.model(KeyedJaggedTensor(["a", "b"], torch.arange(24), lengths=torch.ones(24).int())).values().sum()
-    training.optimizers[0].param_groups[0]["maximize"] = True
+    out = training.look_up().sum()
+    group["maximize"] = True
     with pytest.raises(ValueError, match="have changed since forward: change them between steps"):
         out.backward()
 
@@ -192,11 +175,12 @@ def test_a_lookup_by_fake_tensors_leaves_nothing_behind() -> None:
 
 
 def test_memory_of_a_moved_table_is_freed() -> None:
-    model = Training("").model
-    before = weakref.ref(model.tt_bag("a").core_0.untyped_storage())
-    model(KeyedJaggedTensor(["a", "b"], torch.randint(60, (24,)), lengths=torch.full((12,), 2)))
-    model.tt_bag("a")(torch.tensor([1, 2]), torch.tensor([0, 2]))
-    model.double()
+    training = Training("")
+    bag = training.model.tt_bag("a")
+    before = weakref.ref(bag.core_0.untyped_storage())
+    training.look_up()
+    bag(torch.tensor([1, 2]), torch.tensor([0, 2]))
+    training.model.double()
     assert before() is None
 
 

@@ -1,53 +1,69 @@
-"""TTLinear agrees with nn.Linear over the dense weight, in outputs and gradients; which layers compress_ replaces."""
+"""TTLinear agrees with its definition over the dense weight, in outputs and gradients; which layers compress_ replaces."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
-import re
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from comera_rec import LinearCompression, TTLinear, TTShape, compress_, export_dense
 from comera_rec.nn import named_tt_modules
+from comera_rec.ops.tt_linear import reference
 from comera_rec.rank import count_tt_params, size_surrogate, truncate_ranks_
 
-# in_features, out_features, order: powers, odd sizes that need padding, primes, one feature
-SIZES = [(16, 8, 2), (15, 21, 4), (31, 17, 4), (64, 27, 6), (30, 16, 8), (1, 5, 2), (7, 1, 4)]
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[TTLinear, Tensor]:
+    """Draw a layer and a batch; all numbers are positive so that no sum cancels, and features may be fewer than the modes'."""
+    modes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+    rows, cols = tuple(draw(modes)), tuple(draw(modes))
+    bonds = len(rows) + len(cols) - 1
+    ranks = draw(st.lists(st.integers(0 if draw(st.booleans()) else 1, 4), min_size=bonds, max_size=bonds))
+    shape = TTShape(rows + (1,) * len(cols), (1,) * len(rows) + cols, ranks)
+    features = draw(st.integers(1, math.prod(rows))), draw(st.integers(1, math.prod(cols)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    layer = TTLinear(*features, draw(st.booleans()), shape=shape, dtype=dtype)
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    return layer, torch.rand(*draw(st.lists(st.integers(0, 3), max_size=3)), features[0], dtype=dtype).add_(0.5)
 
 
-def build(size: tuple[int, int, int], rank: int = 3, dtype: torch.dtype = torch.float64, bias: bool = True) -> TTLinear:
-    shape = TTShape.for_linear(size[0], size[1], tt_ranks=rank, order=size[2])
-    layer = TTLinear(size[0], size[1], bias, shape=shape, dtype=dtype)
-    with torch.no_grad():
-        for diagonal in layer.rank_parameters():
-            diagonal.uniform_(0.5, 1.5)
-    return layer
-
-
-def assert_same_as_dense(layer: TTLinear, x: Tensor) -> None:
-    x = x.requires_grad_()
-    expected = F.linear(x, layer.dense_matrix().mT, layer.bias)
+@settings(max_examples=150)
+@given(layers())
+def test_any_layer_any_batch(case: tuple[TTLinear, Tensor]) -> None:
+    layer, x = case
+    inputs = [*layer.parameters(), x.requires_grad_()]
     actual = layer(x)
+    assert actual.is_contiguous()
+    expected = reference.tt_linear(x, layer.cores(), layer.rank_parameters(), layer.out_features, layer.bias)
     torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(actual, layer.to_dense()(x))
-    torch.testing.assert_close(actual, F.linear(x, layer.weight, layer.bias))
-    weights = torch.randn_like(expected)
-    inputs = [*layer.parameters(), x]
-    torch.testing.assert_close(
-        torch.autograd.grad((actual * weights).sum(), inputs), torch.autograd.grad((expected * weights).sum(), inputs)
-    )
+    torch.testing.assert_close(layer.to_dense()(x), expected)
+    torch.testing.assert_close(F.linear(x, layer.weight, layer.bias), expected)
+    upstream = torch.rand_like(expected)
+    torch.testing.assert_close(*(torch.autograd.grad((out * upstream).sum(), inputs) for out in (actual, expected)))
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: "{}x{}-order{}".format(*size))
-def test_outputs_and_gradients(size: tuple[int, int, int]) -> None:
-    for dtype, bias in itertools.product((torch.float32, torch.float64), (True, False)):
-        assert_same_as_dense(build(size, dtype=dtype, bias=bias), torch.randn(9, size[0], dtype=dtype))
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_gradients_of_first_and_second_order(order: int) -> None:
+    inputs = order // 2
+    shape = TTShape((2,) * inputs + (1,) * (order - inputs), (1,) * inputs + (2,) * (order - inputs), 2)
+    layer = TTLinear(shape.num_rows - 1, shape.num_cols - 1, shape=shape, dtype=torch.float64)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+
+    def output(x: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), x)
+
+    leaves = torch.rand(2, shape.num_rows - 1, dtype=torch.float64, requires_grad=True), *parameters
+    assert torch.autograd.gradcheck(output, leaves)
+    assert torch.autograd.gradgradcheck(output, leaves)
 
 
 def test_inputs_of_another_type_are_refused_unless_autocast_converts_them() -> None:
@@ -94,18 +110,9 @@ def test_compiled_layers_accept_any_batch_in_one_graph_and_see_truncated_ranks()
     compare(5)
 
 
-def test_a_vanished_layer_is_its_bias() -> None:
-    for bias in (True, False):
-        layer = build((15, 21, 4), bias=bias)
-        layer.resize_ranks_((0, 0, 0))
-        actual = layer(torch.randn(4, 15, dtype=torch.float64))
-        assert torch.equal(actual, (layer.bias if layer.bias is not None else torch.zeros(21, dtype=torch.float64)).expand(4, 21))
-        assert torch.equal(actual, layer.to_dense()(torch.randn(4, 15, dtype=torch.float64)))
-
-
-@pytest.mark.parametrize(("size", "batch"), [((64, 27, 6), 16), ((1024, 1024, 4), 300)])
-def test_autocast_computes_in_bfloat16_and_keeps_float_gradients(size: tuple[int, int, int], batch: int) -> None:
-    layer = build(size, rank=8 if size[2] == 6 else 64, dtype=torch.float32)
+@pytest.mark.parametrize(("size", "order", "rank", "batch"), [((64, 27), 6, 8, 16), ((1024, 1024), 4, 64, 300)])
+def test_autocast_computes_in_bfloat16_and_keeps_float_gradients(size: tuple[int, int], order: int, rank: int, batch: int) -> None:
+    layer = TTLinear(*size, shape=TTShape.for_linear(*size, tt_ranks=rank, order=order))
     x = torch.randn(batch, size[0])
     expected = layer(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -137,36 +144,8 @@ def test_cores_must_stay_parameters() -> None:
         layer(torch.ones(1, 16))
 
 
-class Tower(nn.Module):
-    """A model with two large layers, one of them used twice, and a small one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(256, 128)
-        self.body = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), self.first)
-        self.head = nn.Linear(128, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.first(x)))
-
-
 def tt_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, TTLinear)]
-
-
-def test_large_layers_are_replaced_and_shared_ones_stay_shared() -> None:
-    model = Tower().eval()
-    head = model.head
-    assert compress_(model, linears=LinearCompression(tt_ranks=8)) is model
-    assert tt_names(model) == ["first", "body.0", "body.2"]
-    assert model.first is model.body[2]
-    assert model.head is head, "a layer below min_features is left alone"
-    assert isinstance(model.body[0], TTLinear)
-    assert model.body[0].bias is None
-    assert model.body[0].shape.ranks == (8, 8, 8)
-    assert not model.first.training
-    model(torch.randn(3, 256)).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_the_model_itself_may_be_a_layer() -> None:
@@ -181,9 +160,7 @@ def test_policy_auto_leaves_layers_that_would_not_get_smaller_and_faster() -> No
     assert LinearCompression(tt_ranks=(200,)).decide(256, 256).shape is None
     assert LinearCompression(tt_ranks=200, order=2, policy="always").decide(256, 256).shape is not None
     # Fewer parameters, but the middle rank needs about as many multiply-adds as the dense layer.
-    slower = LinearCompression(tt_ranks=(32, 500, 32)).decide(1024, 1024)
-    assert slower.shape is None
-    assert re.fullmatch(r"stays dense: ranks .*, 1.0x smaller, predicted .* at batch 4096, less than 1.2x", slower.reason)
+    assert LinearCompression(tt_ranks=(32, 500, 32)).decide(1024, 1024).shape is None
     # It decides for the batch.
     assert LinearCompression(tt_ranks=16, batch=4096).decide(256, 256).shape is not None
     assert LinearCompression(tt_ranks=16, batch=8).decide(256, 256).shape is None
@@ -274,27 +251,19 @@ class Scores(nn.Module):
         self.output.weight = self.embedding.weight
 
 
-def test_weights_shared_with_another_kind_of_module_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
-    model = Scores()
+def test_weights_shared_with_what_stays_dense_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"scores": Scores(), "tied": tied()})
+    owners = [model["scores"].output, model["scores"].embedding, model["tied"][0], model["tied"][2]]
+    weights = [owner.weight for owner in owners]
     with caplog.at_level(logging.INFO, logger="comera_rec"):
-        compress_(model, linears=LinearCompression(tt_ranks=4, policy="always"))
-    assert tt_names(model) == ["body"]
-    assert model.output.weight is model.embedding.weight
-    expected = "output: 128 x 300, stays dense: its weight is also that of 'embedding'"
-    assert caplog.messages[-1] == expected
-    for dense in (model.output, nn.MultiheadAttention(128, 4)):  # whose linear layer is of a subclass
+        compress_(model, linears=LinearCompression(tt_ranks=4, policy="always"), filter_fn=lambda module, name: name != "tied.2")
+    assert tt_names(model) == ["scores.body", "tied.3"]
+    assert all(owner.weight is weight for owner, weight in zip(owners, weights, strict=True))
+    assert "scores.output: 128 x 300, stays dense: its weight is also that of 'scores.embedding'" in caplog.messages
+    assert "tied.0: 256 x 256, stays dense: its weight is also that of 'tied.2'" in caplog.messages
+    for dense in (model["scores"].output, nn.MultiheadAttention(128, 4)):  # whose linear layer is of a subclass
         with pytest.raises(ValueError, match="no linear layer was compressed"):
-            compress_(dense, linears=LinearCompression(tt_ranks=4), filter_fn=lambda module, name: module is not model.output)
-
-
-def test_weights_shared_with_a_layer_that_stays_dense_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
-    model = tied()
-    weight = model[0].weight
-    with caplog.at_level(logging.INFO, logger="comera_rec"):
-        compress_(model, linears=LinearCompression(tt_ranks=4), filter_fn=lambda module, name: name != "2")
-    assert tt_names(model) == ["3"]
-    assert model[0].weight is weight is model[2].weight
-    assert "stays dense: its weight is also that of '2'" in caplog.messages[0]
+            compress_(dense, linears=LinearCompression(tt_ranks=4), filter_fn=lambda module, name: module is not owners[0])
 
 
 def test_a_bias_that_layers_share_stays_shared() -> None:

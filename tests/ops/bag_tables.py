@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -87,6 +88,39 @@ def pool_dense(
     return pooled.unflatten(0, (features, -1)).transpose(0, 1).flatten(1)
 
 
+def differentiate(
+    function: Callable[..., Tensor],
+    tables: Sequence[TTEmbeddingBag],
+    *batch: object,
+    grad: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **arguments: Any,
+) -> list[Tensor]:
+    """Output and gradients of all parameters, and of weights if given; computed in `dtype` from numbers of the tables' type."""
+    core = tables[0].core_0
+    tables = [copy.deepcopy(table).to(dtype) if dtype else table for table in tables]
+    inputs: list[Tensor] = [parameter for table in tables for parameter in table.parameters()]
+    if arguments.get("per_sample_weights") is not None:
+        weights = arguments["per_sample_weights"].to(core).to(dtype or core.dtype).detach().requires_grad_()
+        arguments["per_sample_weights"] = weights
+        inputs.append(weights)
+    out = function(tables, *batch, **arguments)
+    grad = torch.linspace(-1, 2, out.numel()).view_as(out) if grad is None else grad
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(core).to(out.dtype))]
+
+
+def assert_near(
+    actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype = torch.float32, tolerance: float | None = None
+) -> None:
+    """Compare relative to each tensor's largest value; for diagonals, whose long sums may cancel, to the largest of them all."""
+    largest = [exact.abs().max().item() if exact.numel() else 0.0 for exact in expected]
+    largest_of_diagonals = max((value for value, exact in zip(largest, expected, strict=True) if exact.dim() < 3), default=0.0)
+    for k, (tensor, exact) in enumerate(zip(actual, expected, strict=True)):
+        assert tensor.dtype == dtype
+        atol = (tolerance or TOLERANCE[dtype]) * (largest_of_diagonals if exact.dim() < 3 else largest[k])
+        torch.testing.assert_close(tensor.double().cpu(), exact, rtol=0, atol=atol, msg=lambda text, k=k: f"tensor {k}: {text}")
+
+
 def plain(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -107,3 +141,22 @@ def transposed(tensor: Tensor) -> Tensor:
 
 
 LAYOUTS = [plain, within, strided, transposed]
+
+
+def pool_arguments(num_cols: int = 6) -> dict[str, Any]:
+    """The operators' arguments for two small tables of three cores, the second with a hot block, and five ids in two bags."""
+    tables = make_tables([(3, 2, 4), (2, 2, 2)], (2, 1, 3), [(2, 3), (4, 1)], num_cols, hot_rows=[(), ((4, 2),)])
+    modules = [*tables, *tables[1].hot_blocks()]
+    return {
+        "cores": [core.detach() for module in modules for core in module.cores()],
+        "diagonals": [rank.detach() for module in modules for rank in module.rank_parameters()],
+        "plan": list(plan_of(tables, [torch.tensor([1, 5, 23]), torch.tensor([7, 0])])),
+        "offsets": torch.tensor([0, 2, 5]),
+        "weights": None,
+        "mean": False,
+        "slots": [0, 1],
+        "num_slots": 2,
+        "num_cols": num_cols,
+        "hot_blocks": [0, 1],
+        "first_rows": [0, 0],
+    }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bag_tables import TOLERANCE, every_impl, make_tables, plan_of, pool
+from bag_tables import TOLERANCE, every_impl, make_tables, plan_of, pool, pool_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -40,17 +40,9 @@ def test_modes_and_weights_that_do_not_fit_are_refused(impl: str) -> None:
             pool(tables, ids, offsets, per_sample_weights=torch.ones(3), mode=mode, impl=impl)
 
 
+# Smaller, larger, with the same number of rows or of slices, and one more table.
 @pytest.mark.parametrize(
-    "row_shapes",
-    [
-        [(99, 4), (2, 5)],  # larger
-        [(5, 99), (2, 5)],
-        [(2, 2), (2, 5)],  # smaller
-        [(4, 5), (2, 5)],  # the same number of rows
-        [(5, 5), (2, 4)],  # the same number of slices
-        [(5, 4), (2, 5), (2, 5)],  # one more
-        [(5, 4, 1), (2, 5, 1)],
-    ],
+    "row_shapes", [[(2, 2), (2, 5)], [(5, 99), (2, 5)], [(4, 5), (2, 5)], [(5, 5), (2, 4)], [(5, 4), (2, 5), (2, 5)]]
 )
 @pytest.mark.parametrize("mode", ["sum", "max"])
 def test_a_plan_for_other_tables_is_refused(mode: str, row_shapes: list[tuple[int, ...]]) -> None:
@@ -58,28 +50,6 @@ def test_a_plan_for_other_tables_is_refused(mode: str, row_shapes: list[tuple[in
     plan = plan_lookup([torch.tensor([2, 3]) for _ in row_shapes], row_shapes)
     with pytest.raises(ValueError, match=r"cores.* but the plan is for"):
         pool(tables, [], torch.arange(2 * len(row_shapes) + 1), plan=plan, mode=mode, features=len(row_shapes))
-
-
-class Arguments(dict[str, Any]):
-    """The operators' arguments for two small tables of three cores, the second with a hot block, and five ids in two bags."""
-
-    def __init__(self) -> None:
-        tables = make_tables([(3, 2, 4), (2, 2, 2)], (2, 1, 3), [(2, 3), (4, 1)], hot_rows=[(), ((4, 2),)])
-        modules = [*tables, *tables[1].hot_blocks()]
-        ids = [torch.tensor([1, 5, 23]), torch.tensor([7, 0])]
-        super().__init__(
-            cores=[core.detach() for module in modules for core in module.cores()],
-            diagonals=[rank.detach() for module in modules for rank in module.rank_parameters()],
-            plan=list(plan_of(tables, ids)),
-            offsets=torch.tensor([0, 2, 5]),
-            weights=None,
-            mean=False,
-            slots=[0, 1],
-            num_slots=2,
-            num_cols=6,
-            hot_blocks=[0, 1],
-            first_rows=[0, 0],
-        )
 
 
 def put(sequence: list[Tensor], k: int, tensor: Tensor) -> list[Tensor]:
@@ -141,7 +111,7 @@ REFUSED: list[tuple[str, int | None, Callable[[Any], Any], str]] = [
 
 @pytest.mark.parametrize(("name", "k", "change", "message"), REFUSED)
 def test_the_operators_refuse_bad_arguments(name: str, k: int | None, change: Callable[[Any], Any], message: str) -> None:
-    arguments = Arguments()
+    arguments = pool_arguments()
     old = arguments[name]
     arguments[name] = change(old) if k is None else put(old, k, change(old[k]))
     gradient, ops = torch.ones(1, 12), torch.ops.comera_rec
@@ -184,7 +154,7 @@ def test_plans_are_refused_or_those_of_some_ids(data: st.DataObject) -> None:
     ],
 )
 def test_gradients_of_other_sizes_and_types_are_refused(gradient: Tensor, message: str) -> None:
-    arguments, ops = Arguments(), torch.ops.comera_rec
+    arguments, ops = pool_arguments(), torch.ops.comera_rec
     with pytest.raises(ValueError, match="gradient" + message):
         ops.pool_backward(gradient, *arguments.values())
     with pytest.raises(ValueError, match="gradient" + message):
@@ -231,7 +201,7 @@ SETTINGS = [0.1, 0, 0, 0, 0, 1, 1] * 8
     ],
 )
 def test_states_and_settings_that_do_not_fit_are_refused(kind: int, name: str, change: Callable[[Any], Any], message: str) -> None:
-    arguments = Arguments()
+    arguments = pool_arguments()
     cores = [core.clone() for core in arguments["cores"]]
     values = {"first": [] if kind <= SGD else cores, "second": cores if kind == ADAM else [], "settings": SETTINGS}
     values[name] = change(cores if name != "settings" else values[name])
@@ -243,28 +213,22 @@ def test_states_and_settings_that_do_not_fit_are_refused(kind: int, name: str, c
     assert all(map(torch.equal, arguments["cores"], before))
 
 
-@pytest.mark.parametrize(
-    ("impl", "device", "dtype", "order", "message"),
-    [
-        ("numpy", "cpu", torch.float32, 2, "impl is 'numpy': choose 'auto' or one of 'reference', 'cpu', 'triton'"),
-        ("cpu", "cpu", torch.float64, 2, "impl is 'cpu', which takes two to four cores of .* float16, not torch.float64"),
-        ("cpu", "cpu", torch.float32, 1, "impl is 'cpu', which takes two to four cores"),
-        ("cpu", "cuda", torch.float32, 2, "impl is 'cpu', but the tensors are on cuda: choose 'auto' or 'triton'"),
-        ("triton", "cpu", torch.float32, 2, "impl is 'triton', which needs a GPU, but the tensors are on cpu: move them there or"),
-        ("triton", "cuda", torch.float64, 2, "impl is 'triton', which computes in float32: give float64 to 'reference'"),
-    ],
-)
-def test_implementations_that_cannot_run_are_refused(
-    impl: str, device: str, dtype: torch.dtype, order: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+IMPLEMENTATIONS: list[tuple[str, str, torch.dtype, int, str]] = [
+    ("numpy", "cpu", torch.float32, 2, "impl is 'numpy': choose 'auto' or one of 'reference', 'cpu', 'triton'"),
+    ("cpu", "cpu", torch.float64, 2, "impl is 'cpu', which takes two to four cores of .* float16, not torch.float64"),
+    ("cpu", "cpu", torch.float32, 1, "impl is 'cpu', which takes two to four cores"),
+    ("cpu", "cuda", torch.float32, 2, "impl is 'cpu', but the tensors are on cuda: choose 'auto' or 'triton'"),
+    ("triton", "cpu", torch.float32, 2, "impl is 'triton', which needs a GPU, but the tensors are on cpu: move them there or"),
+    ("triton", "cuda", torch.float64, 2, "impl is 'triton', which computes in float32: give float64 to 'reference'"),
+]
+
+
+def test_what_auto_stands_for_and_implementations_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # whether Triton is installed here or not
-    with pytest.raises(ValueError, match=message):
-        resolve_bags_impl(impl, torch.device(device), dtype, order)
-
-
-def test_what_auto_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    for impl, place, dtype, order, message in IMPLEMENTATIONS:
+        with pytest.raises(ValueError, match=message):
+            resolve_bags_impl(impl, torch.device(place), dtype, order)
     for device in map(torch.device, ("cpu", "meta")):
         for dtype in TOLERANCE:
             assert resolve_bags_impl("auto", device, dtype, 2) == resolve_bags_impl("cpu", device, dtype, 4) == "cpu"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bag_tables import plan_of, pool, tables_of
+from bag_tables import assert_near, differentiate, plan_of, pool, tables_of
 from torch import Tensor, nn
 
 from comera_rec.ops import PairPlan, plan_lookup, tt_bags
@@ -19,7 +19,7 @@ from comera_rec.ops.bags import TableGroup, kernel_calls
 from comera_rec.ops.bags.updates import register_update
 from comera_rec.ops.plan import pairs as pairs_module
 from comera_rec.ops.plan.pairs import plan_hot_rows, plan_pairs_of_bags
-from comera_rec.tt import TTShape, row_digits, slice_major_together
+from comera_rec.tt import TTShape, row_digits
 
 kernels = pytest.importorskip("comera_rec.ops.bags.triton", reason="triton is not installed")
 updates = pytest.importorskip("comera_rec.ops.bags.triton_updates")
@@ -56,38 +56,20 @@ def make_tables(order: int = 2, *, shapes: list[TTShape] | None = None, hot: tup
     return tables_of(shapes or SHAPES[order], hot_rows=[hot])
 
 
-def look_up(tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, impl: str, *, plan_impl: str = "", **how: Any) -> Tensor:
+def look_up(tables: Any, ids: list[Tensor], offsets: Tensor, impl: str, *, plan_impl: str = "", **how: Any) -> Tensor:
     device = tables[0].core_0.device
     plan = plan_of(tables, [each.to(device) for each in ids], plan_impl or impl)
     return pool(tables, [], offsets.to(device), plan=plan, features=len(tables), impl=impl, **how)
 
 
-def differentiate(tables: nn.ModuleList, weights: Tensor | None, *arguments: Any, **how: Any) -> dict[str, Tensor]:
-    """Bags and all gradients, for an upstream gradient that is the same for every implementation."""
-    weights = None if weights is None else weights.to(tables[0].core_0).requires_grad_()
-    out = look_up(tables, *arguments, per_sample_weights=weights, **how)
-    operands = dict(tables.named_parameters()) | ({} if weights is None else {"weights": weights})
-    upstream = torch.arange(out.numel(), device=out.device, dtype=out.dtype).view(out.shape).sin()
-    gradients = torch.autograd.grad(out, list(operands.values()), upstream, allow_unused=True)
-    by_name = {
-        name: torch.zeros_like(each) if grad is None else grad
-        for (name, each), grad in zip(operands.items(), gradients, strict=True)
-    }
-    return {"bags": out.detach(), **by_name}
-
-
 def check(
-    tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, device: str, *, weighted: bool = False, tol: float = 1e-5, **how: Any
-) -> None:
-    weights = torch.rand(sum(map(len, ids))) + 0.5 if weighted else None
-    plan_impl = how.pop("plan_impl", "")
-    expected = differentiate(copy.deepcopy(tables).double(), weights, ids, offsets, "reference", **how)
-    results = differentiate(copy.deepcopy(tables).to(device), weights, ids, offsets, "triton", plan_impl=plan_impl, **how)
-    for name, right in expected.items():
-        largest = right.abs().max().item() if right.numel() else 0.0
-        result = results[name].double().cpu()
-        atol = tol * max(largest, 1.0)
-        torch.testing.assert_close(result, right, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+    tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, device: str, *, weighted: bool = False, plan_impl: str = "",
+    tolerance: float | None = None, **how: Any,
+) -> None:  # fmt: skip
+    how["per_sample_weights"] = torch.rand(sum(map(len, ids))) + 0.5 if weighted else None
+    expected = differentiate(look_up, tables, ids, offsets, "reference", dtype=torch.float64, **how)
+    actual = differentiate(look_up, copy.deepcopy(tables).to(device), ids, offsets, "triton", plan_impl=plan_impl, **how)
+    assert_near(actual, expected, tolerance=tolerance)
 
 
 def draw(tables: nn.ModuleList, lengths: list[int], spare: int = 0) -> tuple[list[Tensor], Tensor]:
@@ -99,18 +81,23 @@ def draw(tables: nn.ModuleList, lengths: list[int], spare: int = 0) -> tuple[lis
 
 
 @pytest.mark.parametrize(
-    ("lengths", "mode", "weighted"),
-    [("jagged", "mean", False), *((lengths, "sum", True) for lengths in LENGTHS)],  # others are in the next tests
+    ("lengths", "how"),
+    [
+        *((lengths, {"weighted": True, "num_cols": 5}) for lengths in LENGTHS),
+        ("jagged", {"mode": "mean", "num_cols": 5}),
+        ("jagged", {"hot": HOT_ROWS, "weighted": True}),
+        ("jagged", {"hot": HOT_ROWS, "mode": "mean", "plan_impl": "reference"}),
+        ("jagged", {"hot": HOT_ROWS, "mode": "max"}),
+        *(("jagged", {"order": order, "plan_impl": "reference"}) for order in SHAPES),
+    ],
+    ids=str,
 )
-def test_bags_and_gradients_match_the_definition(lengths: str, mode: str, weighted: bool, device: str) -> None:
-    tables = make_tables()
-    check(tables, *draw(tables, LENGTHS[lengths], 3), device, mode=mode, weighted=weighted, num_cols=5)
-
-
-@pytest.mark.parametrize(("order", "plan_impl"), [*((order, "reference") for order in SHAPES), (2, "triton")])
-def test_tables_of_any_order_under_either_plan(order: int, plan_impl: str, device: str) -> None:
-    tables = make_tables(order)
-    check(tables, *draw(tables, LENGTHS["jagged"]), device, plan_impl=plan_impl)
+def test_bags_and_gradients_match_the_definition(lengths: str, how: dict[str, Any], device: str) -> None:
+    tables = make_tables(how.get("order", 2), hot=how.get("hot", ()))
+    ids, offsets = draw(tables, LENGTHS[lengths], 3)
+    if "hot" in how:
+        ids[0] = ids[0] % 8
+    check(tables, ids, offsets, device, **{name: value for name, value in how.items() if name not in ("order", "hot")})
 
 
 @pytest.mark.parametrize(
@@ -124,19 +111,6 @@ def test_rows_and_sums_of_any_size(cols: tuple[int, int], ranks: tuple[int, int]
     # Up to more tiles than a program's lanes, of rows as of sums.
     tables = make_tables(shapes=[TTShape((3, 2), cols, rank) for rank in ranks])
     check(tables, *draw(tables, [3, 0, 1, 2]), device, weighted=True)
-
-
-@pytest.mark.parametrize(("mode", "weighted", "plan_impl"), [("sum", True, "triton"), ("mean", False, "reference")])
-def test_hot_rows(mode: str, weighted: bool, plan_impl: str, device: str) -> None:
-    tables = make_tables(hot=HOT_ROWS)
-    ids, offsets = draw(tables, LENGTHS["jagged"])
-    ids[0] = ids[0] % 8
-    check(tables, ids, offsets, device, mode=mode, weighted=weighted, plan_impl=plan_impl)
-
-
-def test_maxima_over_bags(device: str) -> None:
-    tables = make_tables(hot=HOT_ROWS)
-    check(tables, *draw(tables, LENGTHS["jagged"], 3), device, mode="max")
 
 
 @pytest.mark.parametrize("trailing", [1, 7])
@@ -198,29 +172,28 @@ def test_16_bit_cores_at_any_address(cols: tuple[int, int], device: str) -> None
     # The interpreter checks what kernels claim of addresses; a GPU would stop, or read what is elsewhere.
     tables = make_tables(shapes=[TTShape((2, 3), cols, (8,))], hot=((4, 8),) if cols == (8, 8) else ()).to(device, torch.bfloat16)
     lookup = draw(tables, [2, 0, 1])
-    expected = differentiate(tables, None, *lookup, "triton")
+    expected = differentiate(look_up, tables, *lookup, "triton")
     for parameter in tables.parameters():
         memory = torch.empty(4 + parameter.numel(), dtype=parameter.dtype, device=device)  # 8 bytes more
         parameter.data = memory.as_strided(parameter.shape, parameter.stride(), 4).copy_(parameter.data)
-    actual = differentiate(tables, None, *lookup, "triton")
-    for name, right in expected.items():
-        torch.testing.assert_close(actual[name], right)
+    torch.testing.assert_close(differentiate(look_up, tables, *lookup, "triton"), expected)
 
 
 def test_gradients_are_reproducible_draw_no_random_numbers_and_have_their_cores_layout(device: str) -> None:
     tables = make_tables().to(device)
     ids, offsets = draw(tables, [3, 0, 2, 1])
     before = torch.random.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
-    first, second = (differentiate(tables, None, ids, offsets, "triton") for _ in range(2))
+    first, second = (differentiate(look_up, tables, ids, offsets, "triton") for _ in range(2))
     after = torch.random.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
     assert torch.equal(before, after)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    for name, core in tables.named_parameters():
-        assert first[name].stride() == core.stride(), "so that autograd need not copy it"
+    assert all(map(torch.equal, first, second))
+    for gradient, core in zip(first[1:], tables.parameters(), strict=True):
+        assert gradient.stride() == core.stride(), "so that autograd need not copy it"
 
 
-RULES = {
+RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.3}),
+    "SGD, a rate in a tensor": (torch.optim.SGD, {"lr": torch.tensor(0.05)}),  # which the host can read in the interpreter only
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-2, "initial_accumulator_value": 0.5, "weight_decay": 0.1}),
 }
 
@@ -233,7 +206,9 @@ def test_updates_in_backward_are_those_of_the_cpu(rule: str, device: str) -> Non
     tables.to(device)
     optimizers = []
     for each in (on_cpu, tables):
-        optimizers.append(kind(each.parameters(), **settings))
+        on_device = {name: value.to(each[0].core_0.device) if name == "lr" and isinstance(value, Tensor) else value
+                     for name, value in settings.items()}  # fmt: skip
+        optimizers.append(kind(each.parameters(), **on_device))
         assert all(register_update(parameter, optimizers[-1]) for parameter in each.parameters())
     for seed in range(2):
         torch.manual_seed(seed)
@@ -248,17 +223,6 @@ def test_updates_in_backward_are_those_of_the_cpu(rule: str, device: str) -> Non
         assert actual.keys() == right.keys()
         for name, state in right.items():
             torch.testing.assert_close(actual[name].cpu(), state, rtol=1e-4, atol=1e-5)
-
-
-def test_a_learning_rate_in_a_tensor(device: str) -> None:
-    # The interpreter's device is the CPU, whose memory the host can read directly.
-    tables = make_tables().to(device)
-    before = [core.detach().clone() for core in tables[0].cores()]
-    optimizer = torch.optim.SGD(tables.parameters(), lr=torch.tensor(0.0, device=device))
-    for parameter in tables.parameters():
-        register_update(parameter, optimizer)
-    look_up(tables, *draw(tables, LENGTHS["jagged"]), "triton").sum().backward()
-    assert all(torch.equal(core, value) for core, value in zip(tables[0].cores(), before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -453,35 +417,20 @@ def test_a_plan_for_other_tables_or_devices_is_refused(device: str) -> None:
         look_up(tables, ids, offsets, "reference", plan_impl="triton")
 
 
-def test_cores_of_any_layout_start_where_they_did_last_time(device: str) -> None:
-    # Kernels get starts as constants, which would grow in number and could not be captured.
-    tables = make_tables()
-    for table in tables:
-        for core in table.cores():
-            core.data = core.data.contiguous()
-    check(tables, *draw(tables, LENGTHS["jagged"]), device)
-    tables.to(device)
-    parts = [core for side in (0, 1) for table in tables for core in [table.cores()[side]]]
-    starts = []
-    for _ in range(3):
-        copies = slice_major_together(parts, [0, 0, 1, 1], 2)
-        starts.append([copy.data_ptr() - copies[0].data_ptr() for copy in copies])
-        keep = [torch.empty_like(copy) for copy in copies]  # so that the next copies go elsewhere
-    assert starts[0] == starts[1] == starts[2]
-    assert keep
-
-
-def test_constants_stay_when_a_table_has_lost_all_ranks(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_constants_stay_when_cores_are_copied_and_a_table_has_lost_all_ranks(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     # New constants can't be captured.
     tables = make_tables(shapes=[TTShape((3, 2), (2, 3), (rank,)) for rank in (4, 0, 5)])
+    for core in (core for table in tables for core in table.cores()):
+        core.data = core.data.contiguous()  # not slice-major, so that it is copied
     ids, offsets = draw(tables, [1, 2, 0])
+    check(tables, ids, offsets, device)
     seen: list[list[Any]] = []
     for module in (kernel_calls, pairs_module):
         monkeypatch.setattr(module, "on_device", lambda rows, device: (seen[-1].append(rows), torch.tensor(rows, device=device))[1])
     keep = []
     for _ in range(3):
         seen.append([])
-        keep.append(differentiate(tables.to(device), None, ids, offsets, "triton"))  # so that the next results go elsewhere
+        keep.append(differentiate(look_up, tables.to(device), ids, offsets, "triton"))  # so that the next results go elsewhere
     assert seen[0] == seen[1] == seen[2]
 
 
@@ -504,4 +453,4 @@ def test_unused_slices_between_used_ones_have_no_owner(device: str) -> None:
 def test_a_slice_of_very_many_ids_on_a_gpu() -> None:
     tables = make_tables(shapes=[TTShape((300, 200), (8, 8), (16,))])
     ids = (60_000 ** torch.rand(200_000)).long() - 1
-    check(tables, [ids], torch.arange(200_001), "cuda", tol=1e-4)
+    check(tables, [ids], torch.arange(200_001), "cuda", tolerance=1e-4)

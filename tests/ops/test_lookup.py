@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
+from bag_tables import pool_arguments
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comera_rec import TTEmbeddingBag
 from comera_rec.ops import plan_lookup, tt_bags
-from comera_rec.tt import TTShape, slice_major
+from comera_rec.tt import TTShape
 
 BY_ORDER = {
     2: TTShape((5, 4), (3, 2), (4,)),
@@ -41,28 +41,15 @@ def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 # torch.library, tracers, transforms
 
 
-def arguments(order: int) -> tuple[Any, ...]:
-    """The arguments of `pool` for two tables, the first with a hot block, with weights, ids in no bag and empty bags."""
-    shape = BY_ORDER[order]
-    ids = [torch.randint(shape.num_rows, (count,)) for count in (6, 4)]
-    plan = plan_lookup(ids, [shape.row_shape] * 2)
-    cores = [slice_major(torch.randn(size), k, order).requires_grad_() for _ in ids for k, size in enumerate(shape.core_shapes)]
-    diagonals = [torch.rand(rank, requires_grad=True) for _ in ids for rank in shape.ranks]
-    num_cols, weights = shape.num_cols - 1, torch.rand(10, requires_grad=True)
-    for k, size in enumerate([(1, shape.num_rows // 2, 1, 3), (3, 1, num_cols, 1)]):
-        cores.append(slice_major(torch.randn(size), k, 2).requires_grad_())
-    diagonals.append(torch.rand(3, requires_grad=True))
-    return cores, diagonals, list(plan), torch.tensor([0, 3, 3, 7, 9]), weights, False, [1, 0], 2, num_cols, [1, 0], [0, 0]
-
-
 def test_the_registrations_follow_torch_librarys_rules() -> None:
     ops, shape = torch.ops.comera_rec, BY_ORDER[3]
     ids = [torch.randint(shape.num_rows, (7,)), torch.randint(shape.num_rows, (2, 3), dtype=torch.int32)]
     torch.library.opcheck(ops.plan_lookup.default, (ids, [shape.num_rows, shape.num_rows - 1], list(shape.row_shape) * 2))
-    inputs = arguments(3)
-    torch.library.opcheck(ops.pool.default, inputs)
-    detached = [pytree.tree_map_only(Tensor, torch.detach, each) for each in inputs]
-    torch.library.opcheck(ops.pool_backward.default, (torch.randn(2, 2 * (shape.num_cols - 1)), *detached))
+    arguments = {**pool_arguments(num_cols=5), "weights": torch.rand(5), "slots": [1, 0], "offsets": torch.tensor([0, 2, 4])}
+    torch.library.opcheck(ops.pool_backward.default, (torch.randn(1, 10), *arguments.values()))
+    for tensor in (*arguments["cores"], *arguments["diagonals"], arguments["weights"]):
+        tensor.requires_grad_()
+    torch.library.opcheck(ops.pool.default, tuple(arguments.values()))
 
 
 BATCH = (torch.tensor([3, 11, 3, 0, 17, 5, 5]), torch.tensor([0, 2, 2, 6]))

@@ -20,6 +20,7 @@ SHAPES = {
     4: [TTShape((3, 4, 2, 5), (2, 1, 3, 2), (4, 5, 3)), TTShape((2, 2, 3, 3), (2, 1, 3, 2), (1, 2, 2))],
 }
 HOT_ROWS: tuple[tuple[int, int], ...] = ((4, 3), (2, 2))  # of the first table; some are used by every other batch
+EMPTY = 4  # the batch that has no ids
 EPS = {"eps": 1e-2}  # large compared with rounding errors of zero gradients
 SGD, ADAGRAD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW
 CASES = {
@@ -53,14 +54,15 @@ def make_tables(order: int, dtype: torch.dtype = torch.float32, shapes: Sequence
     return tables_of(shapes or SHAPES[order], dtype=dtype, hot_rows=[HOT_ROWS])
 
 
-def make_batches(tables: nn.ModuleList, count: int = 4, lookups: int = 30, dtype: torch.dtype = torch.float32) -> list[Batch]:
+def make_batches(tables: nn.ModuleList, count: int = 6, lookups: int = 30, dtype: torch.dtype = torch.float32) -> list[Batch]:
     """Draw batches with few leading digits, each with others than the last, and numbers that the type can represent."""
     batches = []
     for step in range(count):
-        ids = [(torch.rand(lookups) * 0.6 * table.num_embeddings).long() for table in tables]
+        of_table = lookups if step != EMPTY else 0
+        ids = [(torch.rand(of_table) * 0.6 * table.num_embeddings).long() for table in tables]
         ids = [low if step % 2 else table.num_embeddings - 1 - low for table, low in zip(tables, ids, strict=True)]
-        total = lookups * len(tables)
-        offsets = torch.cat([torch.tensor([0]), torch.randint(total - 3, (10 * len(tables),)).sort().values])
+        total = of_table * len(tables)
+        offsets = torch.cat([torch.tensor([0]), torch.randint(max(1, total - 3), (10 * len(tables),)).sort().values])
         weights, gradient = torch.rand(total) + 0.5, torch.randn(10, len(tables) * tables[0].embedding_dim)
         batches.append(Batch(ids, offsets, weights.to(dtype).float(), gradient.to(dtype).float()))
     return batches
@@ -147,7 +149,8 @@ def as_stored(state: Tensor, actual: Tensor) -> Tensor:
 
 def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
     """Compare relative to the largest value."""
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance * largest)
 
 
 @every_case
@@ -160,17 +163,19 @@ def test_parameters_and_states_follow_the_formulas(order: int, kind: type, setti
     expected = copy.deepcopy(tables).double().requires_grad_()
     states: list[dict[str, Any]] = [{} for _ in tables.parameters()]
     for step, batch in enumerate(make_batches(tables)):
-        now = {**settings, "lr": settings["lr"] / (1 + step)}  # like a schedule
-        for parameter in updated:
-            optimizer_of(parameter).param_groups[0]["lr"] = now["lr"]
+        rates = [settings["lr"] * (1 + k / 20) / (1 + step) for k in range(len(states))]  # of each parameter, like a schedule
+        for parameter, rate in zip(tables.parameters(), rates, strict=True):
+            if any(parameter is other for other in updated):
+                optimizer_of(parameter).param_groups[0]["lr"] = rate
         before = [parameter.detach().clone() for parameter in tables.parameters()]
         batch.weights.requires_grad_(mode == "sum")
         backward(tables, batch, mode=mode)
         gradients = differentiate(expected, batch, mode)
         if mode == "sum":
             assert_near(batch.weights.grad, gradients.pop().double())
-        cases = zip(tables.parameters(), expected.parameters(), gradients, masks(tables, batch), states, before, strict=True)
-        for parameter, exact, gradient, is_used, state, value in cases:
+        used = masks(tables, batch)
+        cases = zip(tables.parameters(), expected.parameters(), gradients, used, states, before, rates, strict=True)
+        for parameter, exact, gradient, is_used, state, value, rate in cases:
             if not any(parameter is other for other in updated):
                 assert torch.equal(parameter, value)
                 assert_near(parameter.grad, gradient)
@@ -179,7 +184,7 @@ def test_parameters_and_states_follow_the_formulas(order: int, kind: type, setti
             assert parameter.grad is None
             assert torch.equal(parameter[~is_used], value[~is_used])
             assert not torch.equal(parameter, value) or not gradient.any()
-            step_by_formula(kind, now, exact.data, gradient, is_used, state)
+            step_by_formula(kind, {**settings, "lr": rate}, exact.data, gradient, is_used, state)
             assert_near(parameter.detach(), exact.detach())
             actual = dict(optimizer_of(parameter).state[parameter])
             assert int(actual.pop("step", step + 1)) == state["step"] == step + 1
@@ -228,45 +233,10 @@ def test_updates_do_not_depend_on_the_number_of_threads(order: int, case: str, o
         for batch in batches:
             backward(trained, batch)
         states = [optimizer_of(parameter).state[parameter] for parameter in chosen(trained)]
-        return [
-            *(parameter.detach() for parameter in trained.parameters()),
-            *(value for state in states for value in state.values()),
-        ]
+        return [*trained.parameters(), *(value for state in states for value in state.values())]
 
     one, two = (on_threads(count, train) for count in (1, 2))
     assert all(map(torch.equal, one, two))
-
-
-def test_every_parameter_has_its_own_settings() -> None:
-    tables = make_tables(3)
-    (batch,) = make_batches(tables, 1)
-    expected = copy.deepcopy(tables).double()
-    gradients = differentiate(expected, batch)
-    for k, parameter in enumerate(tables.parameters()):
-        apply(SGD, [parameter], {"lr": 0.01 * (k + 1)})
-    backward(tables, batch)
-    for k, (parameter, exact, gradient) in enumerate(zip(tables.parameters(), expected.parameters(), gradients, strict=True)):
-        assert_near(parameter.detach(), exact.detach() - 0.01 * (k + 1) * gradient)
-
-
-def test_states_from_a_checkpoint_without_strides_are_accepted() -> None:
-    tables = make_tables(3)
-    batches = make_batches(tables)
-    apply(ADAM, tables.parameters(), {"lr": 0.1})
-    for batch in batches[:2]:
-        backward(tables, batch)
-    again = copy.deepcopy(tables)
-    apply(ADAM, again.parameters(), {"lr": 0.1})
-    for parameter, other in zip(tables.parameters(), again.parameters(), strict=True):
-        saved = optimizer_of(parameter).state_dict()
-        saved["state"] = {
-            0: {name: value.clone(memory_format=torch.contiguous_format) for name, value in saved["state"][0].items()}
-        }
-        optimizer_of(other).load_state_dict(saved)
-    for trained in (tables, again):
-        for batch in batches[2:]:
-            backward(trained, batch)
-    assert all(map(torch.equal, tables.parameters(), again.parameters()))
 
 
 # Parameters that are not updated in backward
@@ -274,7 +244,6 @@ def test_states_from_a_checkpoint_without_strides_are_accepted() -> None:
 
 OTHERS = {
     "momentum": (SGD, {"lr": 0.01, "momentum": 0.9}),
-    "Nesterov": (SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
     "maximize SGD": (SGD, {"lr": 0.01, "maximize": True}),
     "maximize Adagrad": (ADAGRAD, {"lr": 0.01, "maximize": True}),
     "maximize Adam": (ADAM, {"lr": 0.01, "maximize": True}),
@@ -323,8 +292,9 @@ def test_other_optimizers_step_by_torchs_hook(kind: type, settings: dict[str, An
     assert all(map(torch.equal, tables.parameters(), expected.parameters()))
 
 
-@pytest.mark.parametrize("which", ["two kinds", "some cores", "two of one core"])
+@pytest.mark.parametrize("which", ["two kinds", "some cores", "two of one core", "gradients are requested"])
 def test_optimizers_that_differ_step_by_torchs_hook(which: str) -> None:
+    """Gradients are requested to average them over processes first, for example."""
     tables = make_tables(2)
     (batch,) = make_batches(tables, 1)
     expected = train_by_step(SGD, {"lr": 0.1}, tables, [batch])
@@ -339,7 +309,7 @@ def test_optimizers_that_differ_step_by_torchs_hook(which: str) -> None:
         apply(ADAM, cores[3:], {"lr": 0.1})
     elif which == "two of one core":
         apply(SGD, cores[3:], {"lr": 0.0})
-    backward(tables, batch)
+    backward(tables, batch, update_in_backward=which != "gradients are requested")
     for core, exact in zip(cores[:3], [core for table in expected for core in table.cores()], strict=False):
         assert torch.equal(core, exact)
     assert all(core.grad is not None and torch.equal(core, value) for core, value in zip(untouched, values, strict=True))
@@ -354,16 +324,6 @@ def test_row_wise_adagrad_of_some_cores_is_refused() -> None:
         ValueError, match="RowWiseAdagrad in backward must be given to all cores of the tables that are looked up toge"
     ):
         look_up(tables, batch)
-
-
-def test_gradients_can_be_requested() -> None:
-    """For example to average them over processes first; then torch's hook steps."""
-    tables = make_tables(3)
-    (batch,) = make_batches(tables, 1)
-    expected = train_by_step(SGD, {"lr": 0.1}, tables, [batch])
-    apply(SGD, tables.parameters(), {"lr": 0.1})
-    backward(tables, batch, update_in_backward=False)
-    assert all(map(torch.equal, tables.parameters(), expected.parameters()))
 
 
 def test_without_their_hooks_parameters_have_gradients() -> None:
@@ -403,14 +363,3 @@ def test_nothing_is_updated_without_a_backward(context: Callable) -> None:
     assert out.requires_grad == (context is torch.enable_grad)
     assert all(map(torch.equal, tables.parameters(), values))
     assert all(int(optimizer_of(parameter).state[parameter]["step"]) == 0 for parameter in tables.parameters())
-
-
-def test_batches_without_ids_change_no_slice() -> None:
-    tables = make_tables(3)
-    (used, *_) = make_batches(tables, 1)
-    apply(ADAM, chosen(tables, "cores"), {"lr": 0.1})
-    backward(tables, used)
-    values = [core.detach().clone() for table in tables for core in table.cores()]
-    none = torch.zeros(0, dtype=torch.int64)
-    backward(tables, Batch([none, none], torch.zeros(21, dtype=torch.int64), torch.zeros(0), used.gradient))
-    assert all(map(torch.equal, (core for table in tables for core in table.cores()), values))

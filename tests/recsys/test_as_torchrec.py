@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from foreign_programs import managed_collisions
 from torch import Tensor, nn
 from torchrec import (
@@ -29,89 +27,58 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
 
 import comera_rec as cr
-from comera_rec import (
-    LinearCompression,
-    TTEmbeddingBagCollection,
-    TTEmbeddingBagConfig,
-    TTLinear,
-    build_dlrm,
-    export_dense,
-)
 from comera_rec.nn import update_in_backward_
 from comera_rec.training.model import materialize_
 
 
 def dlrm_tables() -> list[EmbeddingBagConfig]:
     return [
-        TTEmbeddingBagConfig(name="t1", num_embeddings=5000, embedding_dim=16, feature_names=["f1"], tt_ranks=8),
+        cr.TTEmbeddingBagConfig(name="t1", num_embeddings=5000, embedding_dim=16, feature_names=["f1"], tt_ranks=8),
         EmbeddingBagConfig(name="t2", num_embeddings=30, embedding_dim=16, feature_names=["f2"]),
     ]
 
 
 def build_model(**arguments: object) -> DLRM:
     defaults = {"dense_in_features": 5, "dense_arch_layer_sizes": [128, 128, 16], "over_arch_layer_sizes": [256, 128, 1]}
-    return build_dlrm(**{"tables": dlrm_tables(), **defaults, **arguments})  # type: ignore[arg-type]
-
-
-def test_large_layers_are_tt_layers_and_small_ones_dense(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
-    model = build_model()
-    assert type(model) is DLRM
-    assert isinstance(model.sparse_arch.embedding_bag_collection, TTEmbeddingBagCollection)
-    assert list(model.sparse_arch.embedding_bag_collection.tt_bags) == ["t1"]
-    tt_layers = sorted((m.in_features, m.out_features) for m in model.modules() if isinstance(m, TTLinear))
-    dense = sorted((m.in_features, m.out_features) for m in model.modules() if type(m) is nn.Linear)
-    assert tt_layers == [(128, 128), (256, 128)]
-    assert dense == [(5, 128), (19, 256), (128, 1), (128, 16)]
-    logits = model(torch.randn(7, 5), random_jagged({"f1": 5000, "f2": 30}, 7))
-    assert logits.shape == (7, 1)
-    assert not any(isinstance(m, TTLinear) for m in build_model(linears=None).modules())
-    assert not any(isinstance(m, TTLinear) for m in build_model(linears=LinearCompression(min_features=1000)).modules())
-
-
-ARCHITECTURES = {
-    "dot products": build_model,
-    "cross network": partial(build_model, cross_layers=2, cross_rank=4),
-}
+    return cr.build_dlrm(**{"tables": dlrm_tables(), **defaults, **arguments})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dense", [5, 0])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_learns_and_is_exported(name: str, dense: int, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
-    model = ARCHITECTURES[name](dense_in_features=dense, linears=LinearCompression(tt_ranks=4, min_features=32, policy="always"))
-    assert any(isinstance(module, TTLinear) for module in model.modules())
-    inputs = torch.randn(64, dense), random_jagged({"f1": 5000, "f2": 30}, 64)
-    labels = (inputs[1]["f2"].lengths() > 2).float()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(60):
-        logits = model(*inputs)
-        assert logits.shape == (64, 1)
-        loss = F.binary_cross_entropy_with_logits(logits.squeeze(1), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    assert float(model(*inputs).detach().min()) < 0, "logits, not probabilities"
-    torch.testing.assert_close(export_dense(model)(*inputs), model(*inputs), atol=1e-4, rtol=1e-4)
-    on_meta = ARCHITECTURES[name](dense_in_features=dense, device="meta")
-    assert all(parameter.is_meta for parameter in on_meta.parameters())
+@pytest.mark.parametrize("cross", [{}, {"cross_layers": 2, "cross_rank": 4}], ids=["dot products", "cross network"])
+def test_large_layers_are_tt_layers_and_all_learn(
+    cross: dict[str, int], dense: int, random_jagged: Callable[..., KeyedJaggedTensor]
+) -> None:
+    model = build_model(dense_in_features=dense, **cross)
+    assert isinstance(model, DLRM)
+    assert list(model.sparse_arch.embedding_bag_collection.tt_bags) == ["t1"]
+    tt_layers = [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, cr.TTLinear)]
+    small = [(m.in_features, m.out_features) for m in model.modules() if type(m) is nn.Linear]
+    interactions = 48 if cross else 19
+    assert sorted(tt_layers) == [(128, 128), (256, 128)][0 if dense else 1 :]
+    assert sorted(small) == [*([(5, 128)] if dense else []), (interactions, 256), (128, 1), *([(128, 16)] if dense else [])]
+    logits = model(torch.randn(64, dense), random_jagged({"f1": 5000, "f2": 30}, 64))
+    assert logits.shape == (64, 1)
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.is_meta for parameter in build_model(dense_in_features=dense, device="meta", **cross).parameters())
+    for linears in (None, cr.LinearCompression(min_features=1000)):
+        assert not any(isinstance(m, cr.TTLinear) for m in build_model(linears=linears).modules())
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (build_model, {"dense_in_features": -1}, "dense_in_features is -1: give how many there are, or 0"),
-        (build_model, {"cross_layers": -1}, "cross_layers is -1: give a number of layers, or 0"),
-        (build_model, {"dense_arch_layer_sizes": []}, "dense_arch_layer_sizes is empty: give at least one layer size"),
-        (build_model, {"over_arch_layer_sizes": [64, -1]}, r"over_arch_layer_sizes\[1\] is -1: give a positive integer"),
-        (build_model, {"dense_arch_layer_sizes": [64, 8]}, r"tables have dimensions \[16\] and dense_arch_layer_sizes ends with 8"),
-        (build_model, {"tables": []}, "tables is empty"),
+        ({"dense_in_features": -1}, "dense_in_features is -1: give how many there are, or 0"),
+        ({"cross_layers": -1}, "cross_layers is -1: give a number of layers, or 0"),
+        ({"dense_arch_layer_sizes": []}, "dense_arch_layer_sizes is empty: give at least one layer size"),
+        ({"over_arch_layer_sizes": [64, -1]}, r"over_arch_layer_sizes\[1\] is -1: give a positive integer"),
+        ({"dense_arch_layer_sizes": [64, 8]}, r"tables have dimensions \[16\] and dense_arch_layer_sizes ends with 8"),
+        ({"tables": []}, "tables is empty"),
     ],
 )
-def test_mistakes_are_named(make: Callable[..., nn.Module], arguments: dict, message: str) -> None:
+def test_mistakes_are_named(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make(**arguments)
+        build_model(**arguments)
 
 
 def test_a_cross_network_is_materialized_and_initialized_as_torchrec_does() -> None:
@@ -132,29 +99,23 @@ MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def configs() -> list[EmbeddingBagConfig]:
+SWAP = cr.TableCompression(tt_ranks=4, min_rows=100)
+
+
+def configs(kind: type = EmbeddingBagConfig) -> list[Any]:
     return [
-        EmbeddingBagConfig(name="t1", num_embeddings=900, embedding_dim=8, feature_names=["f1", "f2"]),
-        EmbeddingBagConfig(name="t2", num_embeddings=40, embedding_dim=8, feature_names=["f3"]),
+        kind(name="t1", num_embeddings=900, embedding_dim=8, feature_names=["f1", "f2"]),
+        kind(name="t2", num_embeddings=40, embedding_dim=8, feature_names=["f3"]),
     ]
 
 
 def ours() -> cr.TTEmbeddingBagCollection:
-    return cr.TTEmbeddingBagCollection(cr.TableCompression(tt_ranks=4, min_rows=100).table_configs(configs()))
+    return cr.TTEmbeddingBagCollection(SWAP.table_configs(configs()))
 
 
-def swapped() -> nn.Module:
-    return cr.compress_(
-        nn.ModuleDict({"tables": EmbeddingBagCollection(configs())}), tables=cr.TableCompression(tt_ranks=4, min_rows=100)
-    )["tables"]
-
-
-@pytest.mark.parametrize("make", [ours, swapped])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_over_tt_tables_are_traced(
-    name: str, make: Callable[[], nn.Module], random_jagged: Callable[..., KeyedJaggedTensor]
-) -> None:
-    model = MODELS[name](make())
+def test_models_over_tt_tables_are_traced(name: str, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = MODELS[name](ours())
     traced = symbolic_trace(model)
     assert dict(traced.named_parameters()).keys() == dict(model.named_parameters()).keys()
     for samples in (5, 3):  # the graph doesn't depend on one batch
@@ -167,11 +128,8 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bag, self.table, self.layer = (
-            cr.TTEmbeddingBag(500, 8, tt_ranks=3),
-            cr.TTEmbedding(500, 8, tt_ranks=3),
-            cr.TTLinear(8, 8, tt_ranks=3),
-        )
+        self.bag, self.table = (kind(500, 8, tt_ranks=3) for kind in (cr.TTEmbeddingBag, cr.TTEmbedding))
+        self.layer = cr.TTLinear(8, 8, tt_ranks=3)
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = self.layer(self.bag(ids) + self.table(ids).sum(1))
@@ -204,30 +162,21 @@ def test_tables_are_found_by_name_and_a_collection_may_have_none() -> None:
     pooled = empty(features)
     assert pooled.keys() == []
     assert pooled.values().shape == (2, 0)
-    with pytest.raises(AssertionError, match="At least one embedding bag is required"):  # TorchRec's own error
-        DLRM(empty, 4, [16, 8], [16, 1])
 
 
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("configs_of", ["ours", "stock"])
 @pytest.mark.parametrize("swapped_first", [True, False])
 def test_managed_collisions_around_tt_tables(pooled: bool, configs_of: str, swapped_first: bool) -> None:
-    stock: Any = configs()
-    collection: Any = EmbeddingBagCollection(stock)
-    around = ManagedCollisionEmbeddingBagCollection
-    if not pooled:
-        stock = [
-            EmbeddingConfig(name=each.name, num_embeddings=each.num_embeddings, embedding_dim=8, feature_names=each.feature_names)
-            for each in stock
-        ]
-        collection = EmbeddingCollection(stock)
-        around = ManagedCollisionEmbeddingCollection
+    stock: Any = configs(EmbeddingBagConfig if pooled else EmbeddingConfig)
+    collection: Any = (EmbeddingBagCollection if pooled else EmbeddingCollection)(stock)
+    around = ManagedCollisionEmbeddingBagCollection if pooled else ManagedCollisionEmbeddingCollection
     if swapped_first:
-        collection = cr.compress_(collection, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
+        collection = cr.compress_(collection, tables=SWAP)
     tables = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
     model: nn.Module = nn.Sequential(around(collection, managed_collisions(stock if configs_of == "stock" else tables)))
     if not swapped_first:
-        cr.compress_(model, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
+        cr.compress_(model, tables=SWAP)
     assert any(isinstance(module, cr.TTEmbeddingBagCollection) for module in model.modules())
     ids = torch.tensor([10**12, 7, 10**12, 5])
     features = KeyedJaggedTensor(keys=["f1", "f2", "f3"], values=ids, lengths=torch.tensor([1, 1, 1, 0, 0, 1]))
@@ -249,28 +198,28 @@ def test_a_config_equals_torchrecs_of_the_same_table() -> None:
 def test_feature_processors_before_tt_tables(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     processor = PositionWeightedModuleCollection(dict.fromkeys(ROWS, 9))
     model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection(configs(), True), processor))
-    cr.compress_(model, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
+    cr.compress_(model, tables=SWAP)
     model(random_jagged(ROWS, 6)).values().sum().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in processor.parameters())
+
+
+MIXED = {"f0": 50, "g": 50_000, "f1": 50, "f2": 50}
 
 
 def mixed_pooling() -> nn.Module:
     """Dense tables, which TorchRec's quantized collections reorder by pooling, and a TT table."""
     tables = [
-        EmbeddingBagConfig(
-            name=f"t{number}", num_embeddings=50, embedding_dim=8, feature_names=[f"f{number}"],
-            pooling=PoolingType.MEAN if number == 1 else PoolingType.SUM,
-        )
-        for number in range(3)
-    ]  # fmt: skip
-    tables.insert(1, EmbeddingBagConfig(name="large", num_embeddings=50_000, embedding_dim=8, feature_names=["g"]))
+        EmbeddingBagConfig(name=f"t_{feature}", num_embeddings=rows, embedding_dim=8, feature_names=[feature])
+        for feature, rows in MIXED.items()
+    ]
+    tables[2].pooling = PoolingType.MEAN
     return cr.compress_(nn.Sequential(EmbeddingBagCollection(tables)), tables=cr.TableCompression(tt_ranks=4))
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
 def test_dense_tables_that_torchrec_quantized_keep_their_keys(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = mixed_pooling()
-    features = random_jagged({"f0": 50, "f1": 50, "f2": 50, "g": 50_000}, 4)
+    features = random_jagged(MIXED, 4)
     expected = model(features).to_dict()
     with pytest.warns(
         UserWarning, match="quantization leaves TT modules as they are: comera export --dtype int8 stores tables in 8 bi"
@@ -292,14 +241,14 @@ def test_a_collection_is_compiled_and_trains(in_backward: bool, random_jagged: C
         update_in_backward_(twin, optimizers[1])
     compiled = torch.compile(twin, backend="eager")
     for samples in (4, 6):
-        features = random_jagged({"f0": 50, "f1": 50, "f2": 50, "g": 50_000}, samples)
+        features = random_jagged(MIXED, samples)
         for each, optimizer in zip((model, compiled), optimizers, strict=True):
             optimizer.zero_grad()
             each(features).values().square().sum().backward()
             optimizer.step()
     for expected, actual in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(actual, expected)
-    assert not torch.equal(twin[0].tt_bag("large").core_0, mixed_pooling()[0].tt_bag("large").core_0)
+    assert not torch.equal(twin[0].tt_bag("t_g").core_0, mixed_pooling()[0].tt_bag("t_g").core_0)
 
 
 def test_wrong_inputs_are_named() -> None:

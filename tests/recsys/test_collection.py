@@ -1,4 +1,4 @@
-"""TTEmbeddingBagCollection agrees with torchrec's EmbeddingBagCollection over dense tables: keys, order, values, gradients."""
+"""Collections of bags and of sequences agree with TorchRec's over dense tables: keys, order, values, gradients."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
     PoolingType,
 )
+from torchrec.fx import symbolic_trace
 from torchrec.modules.embedding_configs import DataType
 
+import comera_rec as cr
 from comera_rec import TableCompression, TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTShape, compress_, export_dense
 from comera_rec.rank import truncate_ranks_
 from comera_rec.recsys.keyed import are_within
@@ -31,14 +34,8 @@ from comera_rec.recsys.keyed import are_within
 MakeJagged = Callable[..., KeyedJaggedTensor]
 
 
-def table(name: str, features: list[str], *, rows: int = 101, dim: int = 16, **arguments: object) -> TTEmbeddingBagConfig:
-    return TTEmbeddingBagConfig(
-        name=name,
-        num_embeddings=rows,
-        embedding_dim=dim,
-        feature_names=features,
-        **arguments,  # type: ignore[arg-type]
-    )
+def table(name: str, features: list[str], *, rows: int = 101, dim: int = 16, **arguments: Any) -> TTEmbeddingBagConfig:
+    return TTEmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, **arguments)
 
 
 def limits(tables: list[EmbeddingBagConfig]) -> dict[str, int]:
@@ -50,17 +47,16 @@ def limits(tables: list[EmbeddingBagConfig]) -> dict[str, int]:
     return least
 
 
-def gradients_of_rows(collection: TTEmbeddingBagCollection, dense: EmbeddingBagCollection) -> None:
-    """Check that every core's gradient is the dense table's, propagated through the contraction."""
-    for name in collection.tt_bags:
-        bag = collection.tt_bag(name)
+def gradients_of_rows(collection: TTEmbeddingBagCollection, dense: Any) -> None:
+    """Check that every core's gradient is that of the dense table of its name, propagated through the contraction."""
+    for name, bag in collection.embedding_bags.items():
+        upstream = dense[name].weight.grad
+        if name not in collection.tt_bags:
+            torch.testing.assert_close(bag.weight.grad, upstream)
+            continue
         parameters = list(bag.parameters())
-        upstream = dense.embedding_bags[name].weight.grad
         expected = torch.autograd.grad(bag.dense_matrix(), parameters, upstream)
         torch.testing.assert_close([parameter.grad for parameter in parameters], list(expected))
-    if collection.dense_bags is not None:
-        for name, bag in collection.dense_bags.embedding_bags.items():  # type: ignore[union-attr, operator]
-            torch.testing.assert_close(bag.weight.grad, dense.embedding_bags[name].weight.grad)
 
 
 def assert_same_as_dense(tables: list[EmbeddingBagConfig], features: KeyedJaggedTensor, is_weighted: bool = False) -> Tensor:
@@ -79,17 +75,13 @@ def assert_same_as_dense(tables: list[EmbeddingBagConfig], features: KeyedJagged
     upstream = torch.randn_like(expected.values())
     actual.values().backward(upstream)
     expected.values().backward(upstream)
-    gradients_of_rows(collection, dense)
+    gradients_of_rows(collection, dense.embedding_bags)
     return actual.values()
 
 
-def test_weights(random_jagged: MakeJagged) -> None:
-    tables = [table("a", ["f", "g"], tt_ranks=4), table("b", ["h"]), table("c", ["f"], dim=8, tt_ranks=2)]
-    assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=True)
-    plain = random_jagged(limits(tables), 9, weighted=False)
+def test_a_weighted_collection_needs_weights(random_jagged: MakeJagged) -> None:
     with pytest.raises(Exception, match=r"[Ww]eights"):
-        TTEmbeddingBagCollection(tables, is_weighted=True)(plain)
-    assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=False)
+        TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4)], is_weighted=True)(random_jagged({"f": 101}, 9))
 
 
 def test_weights_keep_their_precision_beside_16_bit_tables() -> None:
@@ -159,15 +151,21 @@ def configurations(draw: st.DrawFn) -> list[TTEmbeddingBagConfig]:
     ]
 
 
-@settings(max_examples=60)
-@given(tables=configurations(), batch=st.integers(1, 6), longest=st.sampled_from([0, 1, 5]), seed=st.integers(0, 99))
+@settings(max_examples=80)
+@given(
+    tables=configurations(), batch=st.integers(1, 6), longest=st.sampled_from([0, 1, 5]), seed=st.integers(0, 99),
+    weights=st.sampled_from(["none", "ignored", "used"]),
+)  # fmt: skip
 def test_any_configuration(
-    tables: list[TTEmbeddingBagConfig], batch: int, longest: int, seed: int, random_jagged: MakeJagged
+    tables: list[TTEmbeddingBagConfig], batch: int, longest: int, seed: int, weights: str, random_jagged: MakeJagged
 ) -> None:
     torch.manual_seed(seed)
     for config in tables:  # as the collection does
         config.feature_names = config.feature_names or [config.name]
-    assert_same_as_dense(list(tables), random_jagged(limits(list(tables)), batch, longest=longest, seed=seed))
+        if weights == "used":
+            config.pooling = PoolingType.SUM
+    features = random_jagged(limits(list(tables)), batch, longest=longest, seed=seed, weighted=weights != "none")
+    assert_same_as_dense(list(tables), features, is_weighted=weights == "used")
 
 
 @pytest.mark.parametrize("ranks", [4, None], ids=["tt", "dense"])
@@ -241,12 +239,8 @@ def test_reset_redraws_every_table_also_from_the_meta_device(random_jagged: Make
     for module in collection.to_empty(device="cpu").modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    assert sorted(collection.state_dict()) == [
-        "dense_bags.embedding_bags.b.weight",
-        "tt_bags.a.core_0",
-        "tt_bags.a.core_1",
-        "tt_bags.a.rank_1",
-    ]
+    of_tt = [f"tt_bags.a.{name}" for name in ("core_0", "core_1", "rank_1")]
+    assert sorted(collection.state_dict()) == ["dense_bags.embedding_bags.b.weight", *of_tt]
     assert collection(random_jagged({"f": 101, "g": 101}, 4)).values().isfinite().all()
     collection = TTEmbeddingBagCollection(tables)
     before = {name: value.clone() for name, value in collection.state_dict().items()}
@@ -288,3 +282,138 @@ def test_state_dicts_of_torchrecs_collections_load_dense_tables_and_name_tt_ones
     assert not model.load_state_dict(stored, strict=False).unexpected_keys
     [weight] = [value for name, value in model.state_dict().items() if name.endswith("small.weight")]
     torch.testing.assert_close(weight, stored[f"0.{kind}.small.weight"])
+
+
+# Sequences
+
+
+ROWS = {"seen": 900, "bought": 900, "site": 30}
+
+
+def sequences(**large: object) -> list[EmbeddingConfig]:
+    """Configs with two features of one table, and one feature of two tables."""
+    return [
+        cr.TTEmbeddingConfig(
+            name="products", num_embeddings=900, embedding_dim=8, feature_names=["seen", "bought"], **(large or {"tt_ranks": 4})
+        ),
+        EmbeddingConfig(name="sites", num_embeddings=30, embedding_dim=8, feature_names=["site"]),
+        EmbeddingConfig(name="seen twice", num_embeddings=900, embedding_dim=8, feature_names=["seen"]),
+    ]
+
+
+def dense_configs() -> list[EmbeddingConfig]:
+    return [config.dense() if isinstance(config, cr.TTEmbeddingConfig) else config for config in sequences()]
+
+
+def assert_same_rows(actual: dict[str, JaggedTensor], expected: dict[str, JaggedTensor]) -> None:
+    assert list(actual) == list(expected)
+    for key, rows in expected.items():
+        torch.testing.assert_close(actual[key].values(), rows.values())
+        assert torch.equal(actual[key].lengths(), rows.lengths())
+
+
+@pytest.mark.parametrize("large", [{"tt_ranks": 4}, {"tt_ranks": 3, "hot_rows": ((20, 4), (100, 1))}], ids=str)
+@pytest.mark.parametrize(("samples", "longest"), [(1, 4), (7, 4), (2, 0)])
+def test_rows_and_gradients_are_those_of_the_dense_tables(
+    samples: int, longest: int, large: dict[str, object], random_jagged: MakeJagged
+) -> None:
+    collection = cr.TTEmbeddingCollection(sequences(**large))
+    for block in collection.tables.tt_bag("products").hot_blocks():
+        nn.init.normal_(block.core_0)
+    dense = export_dense(collection)
+    assert type(dense) is EmbeddingCollection
+    features = random_jagged(ROWS, samples, longest=longest)
+    actual, expected = collection(features), dense(features)
+    assert list(actual) == ["seen@products", "bought", "site", "seen@seen twice"]
+    assert_same_rows(actual, expected)
+    assert list(collection.embeddings) == list(dense.embeddings)
+    for rows in (actual, expected):
+        sum((k + 1) * each.values().square().sum() for k, each in enumerate(rows.values())).backward()
+    gradients_of_rows(collection.tables, dense.embeddings)
+
+
+def test_no_feature_is_padded_to_the_longest() -> None:
+    collection = cr.TTEmbeddingCollection(sequences())
+    ids = {"seen": torch.randint(900, (500,)), "bought": torch.tensor([3]), "site": torch.tensor([7])}
+    for lengths, variable in (
+        (torch.tensor([250, 250, 1, 0, 0, 1]), {}),
+        (torch.tensor([5] * 100 + [1, 1]), {"stride_per_key_per_rank": [[100], [1], [1]]}),
+    ):
+        features = KeyedJaggedTensor(keys=list(ids), values=torch.cat(list(ids.values())), lengths=lengths, **variable)
+        assert collection.tables(features).values().shape == (2 * 500 + 1 + 1, 8)
+        assert_same_rows(collection(features), export_dense(collection)(features))
+
+
+def test_ids_are_returned_with_their_rows_on_request(random_jagged: MakeJagged) -> None:
+    features = random_jagged(ROWS, 5)
+    collection = cr.TTEmbeddingCollection(sequences(), need_indices=True)
+    assert collection.need_indices()
+    assert torch.equal(collection(features)["bought"].weights(), features["bought"].values())
+    assert cr.TTEmbeddingCollection(sequences())(features)["bought"].weights_or_none() is None
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([], "tables is empty: give at least one table config"),
+        ([sequences()[0], EmbeddingConfig(name="b", num_embeddings=9, embedding_dim=4)], r"tables have dimensions \[4, 8\]"),
+    ],
+)
+def test_invalid_sequences_are_refused(tables: list[EmbeddingConfig], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cr.TTEmbeddingCollection(tables)
+
+
+@pytest.mark.parametrize("init", ["random", "tt_svd"])
+def test_swapped_into_a_model(init: str, random_jagged: MakeJagged) -> None:
+    plain = EmbeddingCollection(dense_configs()[:2], use_gather_select=True)
+    model = nn.ModuleDict({"sequences": plain})
+    small, large = plain.embeddings["sites"].weight, plain.embeddings["products"].weight.detach()
+    compress_(model, tables=TableCompression(tt_ranks=40, min_rows=100), init=init)
+    swapped = model["sequences"]
+    assert isinstance(swapped, cr.TTEmbeddingCollection)
+    assert swapped.use_gather_select()
+    assert swapped.tables.dense_bags.use_gather_select()
+    assert not cr.TTEmbeddingCollection(sequences()).use_gather_select()
+    assert swapped.tables.embedding_bags["sites"].weight is small
+    bag = swapped.tables.tt_bag("products")
+    error = float((bag.dense_matrix().detach() - large).norm() / large.norm())
+    assert error < 0.9 if init == "tt_svd" else error > 1.2
+    features = random_jagged(ROWS, 4)
+    assert_same_rows(swapped(features), export_dense(model)["sequences"](features))
+
+
+class Rows(nn.Module):
+    """Rows of two features from plain tensors, as exported programs take them."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+        rows = self.tables(KeyedJaggedTensor(["a", "b"], values, lengths=lengths))
+        return [rows["a"].values(), rows["b"].values()]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_collection_takes_sequences_of_any_length(strict: bool) -> None:
+    tables = [
+        cr.TTEmbeddingConfig(name=name, num_embeddings=500, embedding_dim=8, feature_names=[name], tt_ranks=4) for name in "ab"
+    ]
+    model, any_size = Rows(cr.TTEmbeddingCollection(tables)), {0: torch.export.Dim.AUTO}
+    lengths = torch.tensor([2, 0, 3, 1, 1, 2])
+    exported = torch.export.export(model, (torch.arange(9), lengths), dynamic_shapes=(any_size, any_size), strict=strict).module()
+    for lengths in (torch.tensor([0, 0, 1, 4, 1, 3]), torch.tensor([5, 0, 1, 400, 1, 2, 0, 9])):
+        values = torch.arange(int(lengths.sum()))
+        torch.testing.assert_close(exported(values, lengths), model(values, lengths))
+
+
+def test_traced_and_truncated(random_jagged: MakeJagged) -> None:
+    model = nn.Sequential(cr.TTEmbeddingCollection(sequences()))
+    features = random_jagged(ROWS, 6)
+    assert_same_rows(symbolic_trace(model)(features), model(features))
+    with torch.no_grad():
+        model[0].tables.tt_bag("products").rank_1[:2] = 0
+    before = model(features)
+    assert truncate_ranks_(model, threshold=0.5) == {"0.tables.tt_bags.products": (2,)}
+    assert_same_rows(model(features), before)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec import KeyedTensor
 from torchrec.models.dlrm import InteractionArch
@@ -23,40 +25,34 @@ def inputs(batch: int, features: int, dim: int, dtype: torch.dtype = torch.float
     return dense.requires_grad_(), sparse.requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
-    ("batch", "features", "dim"),
-    [(5, 3, 4), (1, 1, 8), (64, 26, 16), (0, 3, 4), (33, 7, 13), (40, 15, 64), (70, 16, 65)],
-)
-def test_equals_torchrec(batch: int, features: int, dim: int, dtype: torch.dtype) -> None:
-    ours, stock = inputs(batch, features, dim, dtype), inputs(batch, features, dim, dtype)
-    out, expected = PairwiseInteraction(features)(*ours), InteractionArch(features)(*stock)
-    torch.testing.assert_close(out, expected)
-    upstream = torch.randn_like(out)
-    out.backward(upstream)
-    expected.backward(upstream)
-    for one, other in zip(ours, stock, strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+# Rows that may be parts of wider ones: from [B, 2 F + 1, N] to [B, F, N].
+LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "plain": lambda wide, features: wide[:, :features].contiguous(),
+    "neighbors": lambda wide, features: wide[:, 1 : features + 1],
+    "every other": lambda wide, features: wide[:, 1::2],
+    "backwards": lambda wide, features: wide[:, :features].flip(0),
+    "of one sample": lambda wide, features: wide[:1, :features].expand(len(wide), -1, -1),
+    "transposed": lambda wide, features: wide.mT.contiguous().mT[:, :features],
+    "one of any stride": lambda wide, features: wide[:, :features].contiguous().as_strided(
+        (len(wide), features, wide.shape[2]), (features * wide.shape[2], 7 if features == 1 else wide.shape[2], 1)
+    ),
+}  # fmt: skip
 
 
-def test_rows_may_be_parts_of_wider_ones() -> None:
-    module, wide = PairwiseInteraction(3), torch.randn(9, 5, 8)
-    dense = torch.randn(9, 16)[:, ::2]
-    for rows in (
-        wide[:, 1:4],
-        wide[:, ::2],
-        wide[:, 1:4].flip(0),
-        wide[:1, 1:4].expand(9, -1, -1),
-        wide.mT.contiguous().mT[:, 1:4],
-    ):
-        torch.testing.assert_close(module(dense, rows), module(dense.double(), rows.double()).float())
-
-
-@pytest.mark.parametrize("rows", [torch.randn(9, 1, 3).mT, torch.randn(63).as_strided((9, 1, 4), (4, 7, 1))])
-def test_strides_of_a_single_row_or_column_do_not_matter(rows: Tensor) -> None:
-    assert rows.is_contiguous()
-    module, dense = PairwiseInteraction(rows.shape[1]), torch.randn(9, rows.shape[2])
-    torch.testing.assert_close(module(dense, rows), module(dense.double(), rows.double()).float())
+@settings(max_examples=150)
+@given(
+    batch=st.integers(0, 70), features=st.integers(1, 26), dim=st.integers(1, 66),
+    dtype=st.sampled_from([torch.float32, torch.float64]), layout=st.sampled_from(list(LAYOUTS)),
+)  # fmt: skip
+def test_equals_torchrec(batch: int, features: int, dim: int, dtype: torch.dtype, layout: str) -> None:
+    wide = torch.randn(batch, 2 * features + 1, dim, dtype=dtype, requires_grad=True)
+    dense = torch.randn(batch, 2 * dim, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(batch, dim + features * (features + 1) // 2, dtype=dtype)
+    results = []
+    for module, exact in ((PairwiseInteraction(features), dtype), (InteractionArch(features), torch.float64)):
+        out = module(dense.to(exact)[:, ::2], LAYOUTS[layout](wide.to(exact), features))
+        results.append([out.to(dtype), *torch.autograd.grad(out, (dense, wide), upstream.to(exact))])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-9)
 
 
 def test_results_do_not_depend_on_threads(on_threads: Callable) -> None:
@@ -81,10 +77,7 @@ ONES = torch.ones(2, 4)
         (lambda ops: ops.interact(ONES.double(), torch.ones(2, 1, 4)), "lead is not float32: convert it"),
         (lambda ops: ops.interact(ONES, torch.ones(2, 1, 4).double()), "rows is not float32 on CPU: convert it, or move it"),
         (lambda ops: ops.interact(ONES, torch.ones(2, 4, 3).mT), "rows has rows apart from each other: copy it"),
-        (
-            lambda ops: ops.interact_backward(torch.ones(2, 6), ONES, torch.ones(2, 1, 4)),
-            "but there are 2 samples with 5 outputs each",
-        ),
+        (lambda ops: ops.interact_backward(torch.ones(2, 6), ONES, torch.ones(2, 1, 4)), "there are 2 samples with 5 outputs each"),
     ],
 )
 def test_bad_arguments_are_refused(call: Callable[[Any], object], message: str) -> None:
