@@ -72,8 +72,6 @@ def test_what_is_no_plan_for_tt_tables_is_refused() -> None:
         cr.TTShardingPlanner(topology).plan(users, get_default_sharders())
     with pytest.raises(ValueError, match="the enumerator knows no TT tables"):
         cr.TTShardingPlanner(topology, enumerator=EmbeddingEnumerator(topology, 8))
-    with pytest.raises(ValueError, match="optimizer_states is -1: give 2 for Adam"):
-        cr.TTShardingPlanner(topology, optimizer_states=-1)
     with pytest.raises(ValueError, match="can't be sharded over groups of processes that are replicas"):
         sharder.shard(users[0], {}, object.__new__(ShardingEnv2D))
 

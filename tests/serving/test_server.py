@@ -29,8 +29,8 @@ from refusals import refuse
 
 from comera_rec.serving.batching import merge
 from comera_rec.serving.package import FeatureInput, ModelMetadata, ServingModel, TensorInput
-from comera_rec.serving.server import ServeOptions, Server, listen, serve
 from comera_rec.serving.score import flat_rows
+from comera_rec.serving.server import ServeOptions, Server, listen, serve
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.manifest import file_sha256, read_manifest
 
