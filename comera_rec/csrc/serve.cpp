@@ -76,19 +76,18 @@ ServedFeature feature_at(const Tensor& storage, const int64_t* record, const int
   return feature;
 }
 
-// Returns [B, 1 + F, N]: a leading vector, then the bags of F features.
-Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Tensor values, Tensor lengths) {
+// Returns the bags of F features, [B, F, N].
+Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor values, Tensor lengths, int64_t columns) {
   require_plain(storage, "storage", ScalarType::Byte, "uint8");
   require_plain(layout, "layout", ScalarType::Long, "int64");
   require_plain(slabs, "slabs", ScalarType::Long, "int64");
-  require_plain(lead, "lead", ScalarType::Float, "float32");
   require_plain(values, "values", ScalarType::Long, "int64");
   require_plain(lengths, "lengths", ScalarType::Long, "int64");
   require(layout.dim() == 2 && layout.size(1) == kFeatureNumbers && slabs.dim() == 2 && slabs.size(1) == kSlabNumbers, "layout has shape ",
           shape_of(layout), " and slabs ", shape_of(slabs), ": give (F, ", kFeatureNumbers, ") and (S, ", kSlabNumbers, ")");
-  require(lead.dim() == 2 && lead.size(1) >= 1, "lead has shape ", shape_of(lead), ": give (B, N)");
-  const int64_t B = lead.size(0), N = lead.size(1), F = layout.size(0), V = values.numel();
-  require(lengths.numel() == F * B, "lengths holds ", lengths.numel(), " numbers for ", F, " features of ", B, " bags");
+  const int64_t N = columns, F = layout.size(0), V = values.numel(), B = F > 0 ? lengths.numel() / F : 0;
+  require(N >= 1, "columns is ", N, ": give at least 1");
+  require(F > 0 && lengths.numel() == F * B, "lengths holds ", lengths.numel(), " numbers for ", F, " features: give as many for each");
   const int64_t *records = static_cast<const int64_t*>(layout.data_ptr()), *lengths_at = static_cast<const int64_t*>(lengths.data_ptr()),
                 *values_at = static_cast<const int64_t*>(values.data_ptr()), *slabs_at = static_cast<const int64_t*>(slabs.data_ptr());
   std::vector<ServedFeature> features;
@@ -111,10 +110,8 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
       require(length >= 0 && length <= V - total, "lengths are below 0 or add up to more than the ", V, " values");
       total += length;
     }
-  Tensor out = reused({B, 1 + F, N});
+  Tensor out = reused({B, F, N});
   float* out_at = static_cast<float*>(out.data_ptr());
-  const float* lead_at = static_cast<const float*>(lead.data_ptr());
-  for (int64_t row = 0; row < B; ++row) std::copy_n(lead_at + row * N, N, out_at + row * (1 + F) * N);
   const bool parallel = B > kBagsOfATask;
   const int64_t threads = parallel ? torch::stable::get_num_threads() : 1;
   const Buffer<float> scratch(threads * scratch_floats);
@@ -126,7 +123,7 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
         const int64_t f = task % F, first = task / F * kBagsOfATask;
         const ServedBags bags{
             values_at + starts[task], lengths_at + f * B + first, std::min(kBagsOfATask, B - first), N,
-            out_at + (first * (1 + F) + 1 + f) * N, (1 + F) * N};
+            out_at + (first * F + f) * N, F * N};
         const int64_t invalid = kernels().serve_bags(features[f], bags, scratch.get() + thread * scratch_floats);
         if (invalid < 0) return;
         const int64_t lookup = (starts[task] + invalid) * F + f;
@@ -145,7 +142,7 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
 }  // namespace comera
 
 STABLE_TORCH_LIBRARY_FRAGMENT(comera_rec, library) {
-  library.def("served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Tensor values, Tensor lengths) -> Tensor");
+  library.def("served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor values, Tensor lengths, int columns) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(comera_rec, CPU, library) { library.impl("served_bags", TORCH_BOX(&comera::served_bags)); }

@@ -309,11 +309,11 @@ def serving_layer(layer: TTLinear) -> nn.Module:
     return nn.Sequential(first, second)
 
 
-def served_table(weights: TTTable | Tensor, *, name: str = "", mean: bool = False) -> ServedTable:
+def served_table(weights: TTTable | Tensor, *, mean: bool = False) -> ServedTable:
     """Convert a TT table, or the rows of a dense one; bags of the result are averaged if `mean`."""
     if isinstance(weights, Tensor):
         formed = weights.detach().float()
-        return ServedTable(name=name, rows=len(formed), columns=formed.shape[1], mean=mean, formed=formed)
+        return ServedTable(rows=len(formed), columns=formed.shape[1], mean=mean, formed=formed)
     cores, slabs = _folded(weights)
     rows, columns = weights.num_embeddings, weights.embedding_dim
     wide = list(itertools.takewhile(lambda slab: slab.rows.shape[1] >= _WIDE * columns, slabs))
@@ -325,7 +325,7 @@ def served_table(weights: TTTable | Tensor, *, name: str = "", mean: bool = Fals
     if len(formed) == rows:
         cores, slabs = (), ()
     return ServedTable(
-        name=name, rows=rows, columns=columns, mean=mean, formed=formed, cores=cores, slabs=slabs, row_order=weights.lookup_order
+        rows=rows, columns=columns, mean=mean, formed=formed, cores=cores, slabs=slabs, row_order=weights.lookup_order
     )
 
 

@@ -92,8 +92,7 @@ class FastTables(ServedTables):
         return self._bags(self.rows_of(values, lengths), lengths_FV.long().flatten()).sum(1)
 
     def _bags(self, values: Tensor, lengths: Tensor) -> Tensor:
-        lead = torch.zeros(lengths.shape[0] // self.features, self.columns)
-        return served_bags(Packed(self.storage, self.layout, self.slabs), lead, values, lengths)[:, 1:]
+        return served_bags(Packed(self.storage, self.layout, self.slabs), values, lengths, self.columns)
 
 
 class PortableTables(ServedTables):

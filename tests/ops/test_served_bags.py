@@ -34,7 +34,6 @@ def table(
     bonds = (1, *ranks, 1)
     shapes = [(m, bonds[k], bonds[k + 1], n) for k, (m, n) in enumerate(zip(row_modes, col_modes, strict=True))]
     return ServedTable(
-        name="t",
         rows=torch.tensor(row_modes).prod().item() - 1,
         columns=columns,
         mean=mean,
@@ -62,12 +61,12 @@ def request_of(tables: list[ServedTable], batch: int, longest: int = 3) -> tuple
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_operator_equals_its_definition(shape: tuple, dtype: torch.dtype, mean: bool) -> None:
     columns = shape[3]
-    dense = ServedTable(name="dense", rows=19, columns=columns, mean=mean, formed=torch.randn(19, columns))
+    dense = ServedTable(rows=19, columns=columns, mean=mean, formed=torch.randn(19, columns))
     tables = [table(*shape, mean=mean), dense, table(*shape, mean=mean, formed=5)]
-    packed, lead = pack(tables, dtype), torch.randn(9, columns)
+    packed = pack(tables, dtype)
     values, lengths = request_of(tables, 9)
     torch.testing.assert_close(
-        served_bags(packed, lead, values, lengths), reference(*packed, lead, values, lengths), rtol=TOLERANCE, atol=1e-4
+        served_bags(packed, values, lengths, columns), reference(*packed, values, lengths, columns), rtol=TOLERANCE, atol=1e-4
     )
 
 
@@ -76,31 +75,31 @@ def test_rows_are_those_of_the_dense_matrix() -> None:
     matrix = torch.einsum("plri,qrsj->pqlisj", *each.cores).reshape(77, 64)[:76]
     matrix[:3] += each.slabs[0].rows @ each.slabs[0].columns
     matrix[3:23] += each.slabs[1].rows @ each.slabs[1].columns
-    rows = served_bags(pack([each], torch.float32), torch.zeros(76, 64), torch.arange(76), torch.ones(76).long())
-    torch.testing.assert_close(rows[:, 1], matrix, rtol=TOLERANCE, atol=1e-5)
+    rows = served_bags(pack([each], torch.float32), torch.arange(76), torch.ones(76).long(), 64)
+    torch.testing.assert_close(rows[:, 0], matrix, rtol=TOLERANCE, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-7), (torch.int8, 1 / 127)], ids=str)
 def test_few_bits_stay_close(dtype: torch.dtype, error: float) -> None:
-    dense = ServedTable(name="dense", rows=50, columns=7, mean=False, formed=torch.randn(50, 7))
-    rows = served_bags(pack([dense], dtype), torch.zeros(50, 7), torch.arange(50), torch.ones(50).long())[:, 1]
+    dense = ServedTable(rows=50, columns=7, mean=False, formed=torch.randn(50, 7))
+    rows = served_bags(pack([dense], dtype), torch.arange(50), torch.ones(50).long(), 7)[:, 0]
     assert ((rows - dense.formed).abs() <= dense.formed.abs().amax(1, keepdim=True) * error / 2 + 1e-6).all()
 
 
 def test_ids_beyond_32_bits() -> None:
     large = table((70_000, 70_000), (2, 2), (1,), 4, ())
     values = torch.tensor([0, 2**32 - 1, 2**32, 70_000**2 - 2])
-    packed, lead, lengths = pack([large], torch.int8), torch.zeros(4, 4), torch.ones(4).long()
-    torch.testing.assert_close(served_bags(packed, lead, values, lengths), reference(*packed, lead, values, lengths))
+    packed, lengths = pack([large], torch.int8), torch.ones(4).long()
+    torch.testing.assert_close(served_bags(packed, values, lengths, 4), reference(*packed, values, lengths, 4))
 
 
 def test_threads_change_nothing(on_threads: Callable) -> None:
     tables = [table(*SHAPES[1]), table(*SHAPES[1], formed=9)]
     values, lengths = request_of(tables, 1000)
-    packed, lead = pack(tables, torch.int8), torch.randn(1000, 64)
-    one, two = (on_threads(count, lambda: served_bags(packed, lead, values, lengths)) for count in (1, 2))
+    packed = pack(tables, torch.int8)
+    one, two = (on_threads(count, lambda: served_bags(packed, values, lengths, 64)) for count in (1, 2))
     assert torch.equal(one, two)
-    torch.testing.assert_close(one, reference(*packed, lead, values, lengths), rtol=TOLERANCE, atol=1e-4)
+    torch.testing.assert_close(one, reference(*packed, values, lengths, 64), rtol=TOLERANCE, atol=1e-4)
 
 
 def test_features_that_share_a_table_store_it_once() -> None:
@@ -120,12 +119,12 @@ def packed() -> Packed:
         ([-1, 2, 3, 4], [2, 0, 0, 2], "id -1 is out of range for feature 0: its ids run from 0 to 75"),
         ([1, 2, 3, 4], [1, 1, 1, 2], "lengths are below 0 or add up to more than the 4 values"),
         ([1, 2, 3, 4], [5, -1, 0, 0], "lengths are below 0 or add up to more than the 4 values"),
-        ([1, 2, 3, 4], [1, 1, 1], "lengths holds 3 numbers for 2 features of 2 bags"),
+        ([1, 2, 3, 4], [1, 1, 1], "lengths holds 3 numbers for 2 features: give as many for each"),
     ],
 )
 def test_bad_requests(packed: Packed, values: list[int], lengths: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        served_bags(packed, torch.zeros(2, 64), torch.tensor(values), torch.tensor(lengths))
+        served_bags(packed, torch.tensor(values), torch.tensor(lengths), 64)
 
 
 def test_random_layouts_never_read_outside_the_storage(packed: Packed) -> None:
@@ -136,7 +135,7 @@ def test_random_layouts_never_read_outside_the_storage(packed: Packed) -> None:
             layout = packed.layout.clone()
             layout[0, number] = changed
             with contextlib.suppress(ValueError):
-                served_bags(packed._replace(layout=layout), torch.zeros(2, 64), values, lengths)
+                served_bags(packed._replace(layout=layout), values, lengths, 64)
                 refused -= 1
             refused += 1
     assert refused > 50

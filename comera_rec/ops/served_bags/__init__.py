@@ -10,27 +10,27 @@ from comera_rec.ops.served_bags.served_table import ServedTable, Slab
 from comera_rec.ops.served_bags.storage import DTYPES, Packed, least_type, pack, quantize
 
 
-def served_bags(packed: Packed, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the bags of F features of each sample, after a leading vector: [B, 1 + F, N].
+def served_bags(packed: Packed, values: Tensor, lengths: Tensor, columns: int) -> Tensor:
+    """Return the bags of F features of each sample, [B, F, N].
 
     Every id's row is formed separately, in registers, because requests are too small for a plan to pay off. There is no gradient.
 
     Args:
         packed: from `pack`.
-        lead: [B, N] float32, the leading vectors, e.g. of the dense features.
         values: [V] int64, ids feature by feature; those beyond the last bag are ignored.
         lengths: [F * B] int64, ids of each bag, feature by feature.
+        columns: N, of all tables.
 
     Raises:
         ValueError: naming the feature, the id and the limit, if an id is out of range; for lengths below 0 or too large.
     """
-    bags: Tensor = ops.served_bags(*packed, lead, values, lengths)
+    bags: Tensor = ops.served_bags(*packed, values, lengths, columns)
     return bags
 
 
 @torch.library.register_fake("comera_rec::served_bags")
-def _(storage: Tensor, layout: Tensor, slabs: Tensor, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    return lead.new_empty(lead.shape[0], 1 + layout.shape[0], lead.shape[1])
+def _(storage: Tensor, layout: Tensor, slabs: Tensor, values: Tensor, lengths: Tensor, columns: int) -> Tensor:
+    return values.new_empty(lengths.shape[0] // layout.shape[0], layout.shape[0], columns, dtype=torch.float32)
 
 
 __all__ = ["DTYPES", "Packed", "ServedTable", "Slab", "least_type", "pack", "quantize", "served_bags"]

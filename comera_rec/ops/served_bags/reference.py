@@ -13,11 +13,11 @@ from comera_rec.tt import row_digits
 from data_pipeline.errors import UserError
 
 
-def served_bags(storage: Tensor, layout: Tensor, slabs: Tensor, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """Return [B, 1 + F, N]; arguments as for `comera_rec.ops.served_bags.served_bags`."""
-    batch, columns = lead.shape
+def served_bags(storage: Tensor, layout: Tensor, slabs: Tensor, values: Tensor, lengths: Tensor, columns: int) -> Tensor:
+    """Return [B, F, N]; arguments as for `comera_rec.ops.served_bags.served_bags`."""
     tables = unpack(storage, layout, slabs, columns)
-    features, first = [lead], 0
+    batch = len(lengths) // len(tables)
+    features, first = list[Tensor](), 0
     for f, (table, bag_lengths) in enumerate(zip(tables, lengths.view(len(tables), batch), strict=True)):
         ids = values[first : first + int(bag_lengths.sum())]
         first += len(ids)

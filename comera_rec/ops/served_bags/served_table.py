@@ -24,7 +24,6 @@ class ServedTable:
 
     Attributes:
         rows, columns: M and N.
-        name: the feature's name.
         mean: whether bags are averaged rather than summed.
         formed: [h, N] rows of the ids below h. A dense table has all of its rows here, and no cores.
         cores: core k is [m_k, r_{k-1}, r_k, n_k], with the diagonals multiplied in.
@@ -32,7 +31,6 @@ class ServedTable:
         row_order: [M] int32, the row of each id; None if ids are rows.
     """
 
-    name: str
     rows: int
     columns: int
     mean: bool

@@ -85,7 +85,6 @@ def unpack(storage: Tensor, layout: Tensor, slabs: Tensor, columns: int) -> list
         shapes = [cores[5 * k : 5 * k + 5] for k in range(order)]
         tables.append(
             ServedTable(
-                name=str(t),
                 rows=rows,
                 columns=columns,
                 mean=bool(mean),
