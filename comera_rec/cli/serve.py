@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ from comera_rec.serving.server import ServeOptions
 from comera_rec.serving.server import serve as answer_requests
 
 _PATH, _COUNT = click.Path(path_type=Path), click.IntRange(1)
+
+
+def _not_nan(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if math.isnan(value):
+        raise click.BadParameter("nan is not a number of seconds")
+    return value
 
 
 @click.command()
@@ -32,6 +39,7 @@ _PATH, _COUNT = click.Path(path_type=Path), click.IntRange(1)
 @click.option(
     "--reload-seconds",
     type=click.FloatRange(0.01),
+    callback=_not_nan,
     default=1.0,
     show_default=True,
     help="Seconds between checks for a new version of the file.",

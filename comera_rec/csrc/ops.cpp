@@ -90,8 +90,8 @@ bool is_slice_major(const Tensor& core, bool is_leading) {
   return true;
 }
 
-// The arguments of a lookup as the loops take them, and the tensors that own their memory. A plan that a backward pass is given was
-// checked by the forward pass, which saved it.
+// The arguments of a lookup as the loops take them, and the tensors that own their memory. The plan of a backward pass must be one
+// that the forward pass accepted and saved: it isn't checked again.
 struct Arguments {
   Arguments(
       const std::vector<Tensor>& cores, const std::vector<Tensor>& diagonals, const std::vector<Tensor>& plan, const Tensor& offsets,

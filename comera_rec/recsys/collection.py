@@ -217,7 +217,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """Check the ids of dense tables: FBGEMM may return another table's row for a wrong id. Plans check those of TT tables."""
         if self.dense_bags is None or torch.compiler.is_compiling() or self.bounds_check.mode != "fatal":
             return
-        if batch.features.device().type == "cuda":
+        if batch.features.device().type == "cuda" and not batch.features.variable_stride_per_key():
             torch._assert_async(are_within(batch.features, self._dense_limits).all())
             return
         for config in (config for config in self._configs if not config.is_tt):

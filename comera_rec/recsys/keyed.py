@@ -71,13 +71,15 @@ class BoundsCheck:
     """What a collection does about ids that its tables don't have, in the terms of FBGEMM's tables.
 
     Mode "fatal" raises an error; on a GPU, the next call that waits for the device fails. "warning" and "ignore" look up row 0
-    instead and count such ids; "warning" also says so once, on CPU.
+    instead and count such ids, except in compiled calls; "warning" also says so once, on CPU. A feature then needs tables with
+    equally many rows, because its ids are replaced for all of them.
     """
 
     def __init__(self, tables: Sequence[BaseEmbeddingConfig]) -> None:
         self._limits = lowest_limits(tables)
+        self._mixed = [name for each in tables for name in each.feature_names if each.num_embeddings > self._limits[name]]
         self._mode = "fatal"
-        self._count: Tensor | None = None
+        self._counts: dict[torch.device, Tensor] = {}
 
     @property
     def mode(self) -> str:
@@ -89,26 +91,33 @@ class BoundsCheck:
         name = str(getattr(mode, "name", mode)).lower().removeprefix("v2_").replace("none", "ignore")
         if name not in ("fatal", "warning", "ignore"):
             raise UserError(f"the mode of bounds checks is {mode!r}: choose 'fatal', 'warning' or 'ignore'")
+        if self._mixed and name != "fatal":
+            raise UserError(f"tables of {self._mixed[0]!r} differ in rows, so no id can be replaced for all: use 'fatal'")
         self._mode = name
 
     @property
     def num_bad_ids(self) -> int:
         """How many ids were replaced on this process; waits for the device."""
-        return 0 if self._count is None else int(self._count)
+        return sum(map(int, self._counts.values()))
 
     def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the batch, whose bad ids are 0 unless the mode is "fatal"."""
-        if self._mode == "fatal" or not len(features.values()):
+        ids = features.values()
+        if self._mode == "fatal":
             return features
         is_bad = ~are_within(features, self._limits)
         if not torch.compiler.is_compiling():
-            if self._mode == "warning" and not features.values().is_cuda and not self.num_bad_ids and is_bad.any():
-                bad = features.values()[is_bad][0]
-                warnings.warn(f"id {int(bad)} is out of range for its table: such ids count as 0 from now on", stacklevel=2)
-            self._count = is_bad.sum() if self._count is None else self._count.add_(is_bad.sum())
+            if self._mode == "warning" and not ids.is_cuda and not self.num_bad_ids and is_bad.any():
+                warnings.warn(
+                    f"id {int(ids[is_bad][0])} is out of range for its table: such ids count as 0 from now on", stacklevel=2
+                )
+            if ids.device not in self._counts:
+                with torch.inference_mode(False):  # or training couldn't count after an evaluation
+                    self._counts[ids.device] = torch.zeros((), dtype=torch.int64, device=ids.device)
+            self._counts[ids.device] += is_bad.sum()
         return KeyedJaggedTensor(
             keys=features.keys(),
-            values=features.values().masked_fill(is_bad, 0),
+            values=ids.masked_fill(is_bad, 0),
             weights=features.weights_or_none(),
             lengths=features.lengths(),
             offsets=features.offsets(),
@@ -125,9 +134,10 @@ def lowest_limits(tables: Sequence[BaseEmbeddingConfig]) -> dict[str, int]:
 
 
 def are_within(features: KeyedJaggedTensor, limits: Mapping[str, int]) -> Tensor:
-    """Return for each id whether it is below its feature's limit, if it has one, [sum of L_f]; nothing waits for the device.
+    """Return for each id whether it is below its feature's limit, if it has one, [sum of L_f].
 
-    How many ids each feature has is known to the device alone. Ids in no bag may be anything.
+    How many ids each feature has is known to the device alone, and nothing waits for it, unless batch sizes vary by feature. Ids in
+    no bag may be anything.
 
     Raises:
         ValueError: for ids of another type.
@@ -135,11 +145,15 @@ def are_within(features: KeyedJaggedTensor, limits: Mapping[str, int]) -> Tensor
     ids, keys = features.values(), features.keys()
     if ids.dtype not in (torch.int32, torch.int64):
         raise UserError(f"ids are {ids.dtype}: give int32 or int64")
+    stride, offsets = features.stride(), features.offsets()
+    if features.variable_stride_per_key():
+        ends = offsets[torch.tensor(list(accumulate(features.stride_per_key())), device=ids.device)]
+    else:
+        ends = offsets[stride::stride] if stride else offsets[:1].expand(len(keys))
     # A feature without a limit, and ids in no bag, may have any.
     lowest = on_device([[0 if key in limits else _ANY.min for key in keys] + [_ANY.min]], ids.device)[0]
     highest = on_device([[limits.get(key, _ANY.max) - 1 for key in keys] + [_ANY.max]], ids.device)[0]
-    ends = features.offsets()[on_device([list(accumulate(features.stride_per_key()))], ids.device)[0]].long()
-    of_ids = torch.bucketize(torch.arange(len(ids), device=ids.device), ends, right=True)
+    of_ids = torch.bucketize(torch.arange(ids.shape[0], device=ids.device), ends.long().contiguous(), right=True)
     return (ids >= lowest[of_ids]) & (ids <= highest[of_ids])
 
 

@@ -20,7 +20,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingConfig
-from comera_rec.recsys.keyed import take_weights
+from comera_rec.recsys.keyed import BoundsCheck, take_weights
 from data_pipeline.errors import UserError
 
 
@@ -134,6 +134,11 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     def embeddings(self) -> dict[str, nn.Module]:
         """The tables by name, in order, as an `EmbeddingCollection` has them; a TT table is a `TTEmbeddingBag`."""
         return self.tables.embedding_bags
+
+    @property
+    def bounds_check(self) -> BoundsCheck:
+        """What happens to ids out of range, as in a `TTEmbeddingBagCollection`."""
+        return self.tables.bounds_check
 
     @property
     def device(self) -> torch.device:

@@ -180,7 +180,16 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata: Metadata = _Unpickler(file).load()
+        for place in metadata.storage_data.values():
+            _file_of(Path(self.path), place.relative_path)
         return metadata
+
+
+def _file_of(folder: Path, name: str) -> Path:
+    """Return the path of a file that a checkpoint names; raise ValueError unless it is in the checkpoint's folder."""
+    if name == ".." or Path(name).name != name:
+        raise UserError(f"it names {name}, which is not in its folder")
+    return folder / name
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -202,7 +211,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
         def check() -> None:
             for name, checksum in checksums:
-                if _checksum(path / name) != checksum:
+                if _checksum(_file_of(path, name)) != checksum:
                     raise OSError(f"{name} fails its checksum")
 
         WORLD.on_each(check)

@@ -356,14 +356,25 @@ def mistakes(rank: int) -> None:
     strides = [[1], [0], [0], [0], [0]]
     with pytest.raises(ValueError, match="features have different batch sizes: give the KeyedJaggedTensor inverse indices, or"):
         model(KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), lengths=torch.tensor([5]), stride_per_key_per_rank=strides))
-    lenient = sharded(Case(MIXED), bounds_check_mode=BoundsCheckMode.IGNORE)
-    bad, good = (
-        lenient(KeyedJaggedTensor(FEATURES, torch.tensor(ids), lengths=torch.ones(5).int()))[1]
-        for ids in ([900, -1, 700, 900, 20], [0] * 5)
-    )
-    assert torch.equal(bad, good)
-    assert lenient.module.bags.bounds_check.num_bad_ids == 5
 
 
 def test_bad_batches_are_named_before_ids_are_sent_and_frozen_tables_stay_frozen() -> None:
     run(2, mistakes)
+
+
+def lenient(rank: int) -> None:
+    with pytest.raises(ValueError, match="tables of 'shared' differ in rows"):
+        sharded(Case(MIXED), bounds_check_mode=BoundsCheckMode.IGNORE)
+    configs = [
+        Table(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name]) for name, rows in (("tt", 50), ("dense", 9))
+    ]
+    configs[0].tt_ranks = 2
+    model = shard(nn.Sequential(TTEmbeddingBagCollection(configs)), fused={"bounds_check_mode": BoundsCheckMode.IGNORE})
+    batches = [KeyedJaggedTensor(["tt", "dense"], torch.tensor(ids), lengths=torch.ones(2).int()) for ids in ([50, -1], [0, 0])]
+    bad, good = (model(batch).values() for batch in batches)
+    assert torch.equal(bad, good)
+    assert model.module[0].bounds_check.num_bad_ids == 2
+
+
+def test_bad_ids_count_as_row_0_where_the_sharder_is_told_so() -> None:
+    run(2, lenient)

@@ -193,10 +193,10 @@ def test_ids_of_all_features_are_checked_by_one_comparison(bad: tuple[str, int] 
 @pytest.mark.parametrize("mode", ["warning", "ignore", BoundsCheckMode.V2_WARNING, BoundsCheckMode.NONE], ids=repr)
 @pytest.mark.parametrize("varies", [False, True])
 def test_bad_ids_count_as_row_0_unless_they_are_fatal(mode: str | BoundsCheckMode, varies: bool) -> None:
-    configs = [table("users", ["f"], tt_ranks=4), table("clicks", ["g", "f"], rows=90), table("pages", ["h"], tt_ranks=2)]
+    configs = [table("users", ["f"], tt_ranks=4), table("clicks", ["g"], rows=90), table("pages", ["h", "f"], tt_ranks=2)]
     collection = TTEmbeddingBagCollection(configs, is_weighted=True)
     strides = {"stride_per_key_per_rank": [[2], [1], [3]], "inverse_indices": (list("fgh"), torch.tensor([[1, 0], [0, 0], [2, 1]]))}
-    values = torch.tensor([3, -1, 90, 100, 7, 101, 100]), torch.tensor([3, 0, 0, 0, 7, 0, 100])
+    values = torch.tensor([3, -1, 90, 100, 7, 101, 100]), torch.tensor([3, 0, 90, 0, 7, 0, 100])
     bad, good = (
         KeyedJaggedTensor(
             keys=list("fgh"), values=ids, weights=torch.arange(1.0, 8), lengths=torch.tensor([2, 1, 1, 1, 0, 2]),
@@ -209,14 +209,17 @@ def test_bad_ids_count_as_row_0_unless_they_are_fatal(mode: str | BoundsCheckMod
     expected = collection(good).values()
     collection.bounds_check.mode = mode  # type: ignore[assignment]
     says = pytest.warns(UserWarning, match="^id -1 is out of range for its table: such ids count as 0")
-    with says if collection.bounds_check.mode == "warning" else nullcontext():
+    with says if collection.bounds_check.mode == "warning" else nullcontext(), torch.inference_mode():
         torch.testing.assert_close(collection(bad).values(), expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        collection(bad)
-    assert collection.bounds_check.num_bad_ids == 8
+        collection(bad).values().sum().backward()
+    assert collection.bounds_check.num_bad_ids == 6
     with pytest.raises(ValueError, match="the mode of bounds checks is 'stop': choose 'fatal', 'warning' or 'ignore'"):
         collection.bounds_check.mode = "stop"
+    tables = [EmbeddingConfig(name=f"t{rows}", num_embeddings=rows, embedding_dim=4, feature_names=["f"]) for rows in (5, 9)]
+    with pytest.raises(ValueError, match="tables of 'f' differ in rows, so no id can be replaced for all"):
+        cr.TTEmbeddingCollection(tables).bounds_check.mode = mode  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
