@@ -106,12 +106,13 @@ template <int W>
 COMERA_INLINE float sum_of(Vector<W> value) {
   if constexpr (W == 1) {
     return value;
+  } else if constexpr (W == 2) {
+    return value[0] + value[1];
   } else {
-    const auto halves = [&]<int... N>(std::integer_sequence<int, N...>) {  // within registers
+    const auto add_halves = [&]<int... N>(std::integer_sequence<int, N...>) {  // within registers
       return __builtin_shufflevector(value, value, N...) + __builtin_shufflevector(value, value, (W / 2 + N)...);
     };
-    if constexpr (W == 2) return value[0] + value[1];
-    else return sum_of<W / 2>(halves(std::make_integer_sequence<int, W / 2>{}));
+    return sum_of<W / 2>(add_halves(std::make_integer_sequence<int, W / 2>{}));
   }
 }
 
