@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from comera_rec.distributed import WORLD
@@ -136,9 +137,13 @@ def load_run(folder: str | Path, *, last: bool = False) -> tuple[nn.Module, RunC
     Raises:
         ValueError: as `open_run`.
     """
-    opened = open_run(folder, last=last)
-    config, schema = parse_config(opened.record["config"]), Schema.from_dict(opened.record["schema"])
-    return load_model_(build_model(config, schema), opened).eval(), config, schema
+    try:
+        opened = open_run(folder, last=last)
+        config, schema = parse_config(opened.record["config"]), Schema.from_dict(opened.record["schema"])
+        return load_model_(build_model(config, schema), opened).eval(), config, schema
+    except (LookupError, TypeError, AttributeError, ValidationError, RuntimeError, MemoryError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder} holds a checkpoint whose model can't be made ({reason}): give another run") from error
 
 
 def load_teacher(config: RunConfig, schema: Schema, device: torch.device) -> nn.Module | None:

@@ -15,7 +15,7 @@ import torch
 from refusals import refuse
 
 from comera_rec.cli.main import main
-from comera_rec.training.checkpoint import checkpoint_at
+from comera_rec.training.checkpoint import checkpoint_at, save_checkpoint
 from comera_rec.training.config import OptimizerConfig, load_config, parse_config
 from comera_rec.training.evaluation import evaluate
 from comera_rec.training.runs import load_run, open_run
@@ -135,6 +135,8 @@ def test_the_best_checkpoint_is_kept_and_loaded(config_file: Path, data_set: Pat
     assert path is not None
     shutil.rmtree(path)
     refuse(rf"no longer holds the checkpoint of its best step, {best}: take the last one \(--last\)", load_run, trainer.folder)
+    save_checkpoint(trainer.checkpoints, 20, {"step": 20, "best": {"step": None}}, {"weight": torch.ones(1)})
+    refuse(r"holds a checkpoint whose model can't be made \('config'\): give another run", load_run, trainer.folder)
 
 
 def test_patience_ends_a_run_that_resumes_as_if_it_had_never_stopped(config_file: Path, tmp_path: Path) -> None:
