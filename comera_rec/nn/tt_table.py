@@ -316,7 +316,7 @@ def plan_tables(
             raise
     if joined[0].device.type == "cpu" and type(joined[0]) is Tensor:
         _check_ids(ids, tables, names)
-    elif not (plan_impl == "triton" and len(shapes[0]) == 2):  # the pair plan checks ids itself
+    elif plan_impl != "triton":  # its plan checks ids itself
         for table_ids, count in zip(joined, rows, strict=True):
             check_ids(table_ids, count, "a table")
     return plan_lookup(joined, shapes, rows, impl=plan_impl)

@@ -364,7 +364,7 @@ class _Lookup:
         self.num_features = [len(config.feature_names) for config in configs]
         self.row_shapes, self.rows = [module.shape.row_shape for module in modules], [module.num_embeddings for module in modules]
         core, order = modules[0].core_0, modules[0].shape.order
-        self.takes_pairs = order == 2 and resolve_bags_impl("auto", core.device, core.dtype, order) == "triton"
+        self.takes_pairs = resolve_bags_impl("auto", core.device, core.dtype, order) == "triton"
         self.takes_slots = core.device.type == "cpu" and core.dtype == torch.float32 and order > 1
 
     def takes_all_of(self, features: KeyedJaggedTensor) -> bool:

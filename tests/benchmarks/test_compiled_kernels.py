@@ -73,16 +73,20 @@ def test_nothing_waits_and_no_size_depends_on_the_values_of_ids(order: int) -> N
     assert not {name for name, _ in step(order, 8).torch} & WAIT
 
 
-@pytest.mark.parametrize(("order", "sorts"), [(2, 1), (3, 2), (4, 2)])
-def test_ids_are_sorted_for_tables_of_order_3_and_4_besides_their_slices(order: int, sorts: int) -> None:
-    assert sum(name == "sort" for name, _ in step(order, 8).torch) == sorts
-
-
 @pytest.mark.parametrize("tables", [1, 3])
 def test_the_number_of_kernels_does_not_depend_on_the_number_of_tables(tables: int) -> None:
     shapes = [TTShape(ROWS[2], COLS[2], 8)] * tables
     assert count_step(shapes, 16_384).kernels == 13
     assert count_step(shapes, 16_384, hot_rows=((4, 2),)).kernels == 13 + 14
+
+
+@pytest.mark.parametrize("order", [3, 4])
+def test_tables_of_orders_3_and_4_take_the_kernels_of_order_2_and_products_of_cores(order: int) -> None:
+    # Whatever the batch: nothing looks for the products that it needs.
+    two, small, large = step(2, 8, optimizer="Adam"), step(order, 8), step(order, 8, batch=16_384)
+    assert [launch.kernel.function for launch in small.launches] == [launch.kernel.function for launch in two.launches]
+    assert large.torch == small.torch
+    assert small.kernels - two.kernels <= 13 * (order - 2)
 
 
 def test_adam_steps_over_whole_cores() -> None:

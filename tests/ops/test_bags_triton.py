@@ -56,19 +56,19 @@ def make_tables(order: int = 2, *, shapes: list[TTShape] | None = None, hot: tup
     return tables_of(shapes or SHAPES[order], hot_rows=[hot])
 
 
-def look_up(tables: Any, ids: list[Tensor], offsets: Tensor, impl: str, *, plan_impl: str = "", **how: Any) -> Tensor:
+def look_up(tables: Any, ids: list[Tensor], offsets: Tensor, impl: str, **how: Any) -> Tensor:
     device = tables[0].core_0.device
-    plan = plan_of(tables, [each.to(device) for each in ids], plan_impl or impl)
+    plan = plan_of(tables, [each.to(device) for each in ids], impl)
     return pool(tables, [], offsets.to(device), plan=plan, features=len(tables), impl=impl, **how)
 
 
 def check(
-    tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, device: str, *, weighted: bool = False, plan_impl: str = "",
+    tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, device: str, *, weighted: bool = False,
     tolerance: float | None = None, **how: Any,
 ) -> None:  # fmt: skip
     how["per_sample_weights"] = torch.rand(sum(map(len, ids))) + 0.5 if weighted else None
     expected = differentiate(look_up, tables, ids, offsets, "reference", dtype=torch.float64, **how)
-    actual = differentiate(look_up, copy.deepcopy(tables).to(device), ids, offsets, "triton", plan_impl=plan_impl, **how)
+    actual = differentiate(look_up, copy.deepcopy(tables).to(device), ids, offsets, "triton", **how)
     assert_near(actual, expected, tolerance=tolerance)
 
 
@@ -86,9 +86,9 @@ def draw(tables: nn.ModuleList, lengths: list[int], spare: int = 0) -> tuple[lis
         *((lengths, {"weighted": True, "num_cols": 5}) for lengths in LENGTHS),
         ("jagged", {"mode": "mean", "num_cols": 5}),
         ("jagged", {"hot": HOT_ROWS, "weighted": True}),
-        ("jagged", {"hot": HOT_ROWS, "mode": "mean", "plan_impl": "reference"}),
+        ("jagged", {"hot": HOT_ROWS, "mode": "mean", "order": 3}),
         ("jagged", {"hot": HOT_ROWS, "mode": "max"}),
-        *(("jagged", {"order": order, "plan_impl": "reference"}) for order in SHAPES),
+        *(("jagged", {"order": order, "weighted": True}) for order in SHAPES),
     ],
     ids=str,
 )
@@ -327,7 +327,7 @@ def test_the_device_finds_ids_out_of_range_and_offsets_that_do_not_ascend(device
     ids = [torch.zeros(count, dtype=torch.int64) for count in (2, 1)]
     for offsets in ([1, 3, 3], [0, 2, 1], [0, 2, 4]):
         with pytest.raises(interpreter.InterpreterError, match="offsets don't ascend from 0 to at most the number of ids"):
-            look_up(make_tables(), ids, torch.tensor(offsets), "triton", plan_impl="triton")
+            look_up(make_tables(), ids, torch.tensor(offsets), "triton")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's
@@ -338,8 +338,7 @@ def test_an_infinite_slice_changes_no_bag_that_does_not_use_it(device: str) -> N
         for core in tables[0].cores():
             core[:, 0] = torch.inf
     ids, offsets = [torch.full((4,), 41), torch.tensor([1, 2])], torch.tensor([0, 3, 4, 5, 6])
-    for plan_impl in ("reference", "triton"):
-        assert look_up(tables, ids, offsets, "triton", plan_impl=plan_impl).isfinite().all()
+    assert look_up(tables, ids, offsets, "triton").isfinite().all()
 
 
 def test_tables_are_rounded_independently(device: str) -> None:
@@ -403,7 +402,7 @@ def test_row_wise_adagrad_that_kernels_cannot_apply_is_refused(case: str, device
     optimizer = kind(groups, lr=0.1, lr_decay=0.5 if case == "decay" else 0.0)
     assert all(register_update(core, optimizer) for core in cores)
     with pytest.raises(ValueError, match="tables of order 2" if case == "order 3" else "the same settings for all cores"):
-        look_up(tables, *draw(tables, LENGTHS["jagged"]), "triton", plan_impl="" if case != "order 3" else "reference")
+        look_up(tables, *draw(tables, LENGTHS["jagged"]), "triton")
 
 
 def test_a_plan_for_other_tables_or_devices_is_refused(device: str) -> None:
@@ -413,8 +412,10 @@ def test_a_plan_for_other_tables_or_devices_is_refused(device: str) -> None:
     parts = [table.forward_parameters() for table in tables]
     with pytest.raises(ValueError, match=r"the plan is for tables of \(11, 14\) slices, these have \(10, 14\)"):
         tt_bags(parts, plan, offsets.to(device), num_cols=6, features=2, impl="triton")
-    with pytest.raises(ValueError, match=r"impl is 'reference', but the plan is for GPUs: make it with plan_lookup\("):
-        look_up(tables, ids, offsets, "reference", plan_impl="triton")
+    for impl, other, advised in (("reference", "triton", "auto"), ("triton", "reference", "triton")):
+        plan = plan_of(tables, [each.to(device) for each in ids], other)
+        with pytest.raises(ValueError, match=rf"'{impl}', but the plan is for another one: .*impl='{advised}'\)"):
+            tt_bags(parts, plan, offsets.to(device), num_cols=6, features=2, impl=impl)
 
 
 def test_constants_stay_when_cores_are_copied_and_a_table_has_lost_all_ranks(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

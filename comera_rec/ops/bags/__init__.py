@@ -96,13 +96,13 @@ def tt_bags(
         weights = weights.to(torch.float32 if impl == "cpu" else first.dtype).contiguous()
     if impl != "cpu" or mode == "max":  # otherwise the CPU operator checks them
         _require_ascending(offsets, plan)
-    if impl != "triton":
-        if isinstance(plan, PairPlan):
-            raise UserError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
-        if impl == "reference":
-            if update_in_backward:
-                refuse_row_wise(group.tables, "impl 'reference' (float64, order 1) forms gradients of whole cores; use Adagrad")
-            return reference.pool(group.tables, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
+    if isinstance(plan, PairPlan) != (impl == "triton"):
+        plan_impl = impl if impl == "triton" else "auto"
+        raise UserError(f"impl is {impl!r}, but the plan is for another one: make it with plan_lookup(..., impl={plan_impl!r})")
+    if impl == "reference":
+        if update_in_backward:
+            refuse_row_wise(group.tables, "impl 'reference' (float64, order 1) forms gradients of whole cores; use Adagrad")
+        return reference.pool(group.tables, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
     pool: Any = gpu.pool if impl == "triton" else cpu.pool
     options: dict[str, Any] = {"num_cols": num_cols, "update": update_in_backward}
     if slots is not None:

@@ -1,8 +1,8 @@
 """Bags of rows on GPUs, by the kernels that `kernel_calls.py` calls; `reference.pool` defines what they compute.
 
-L ids, T tables, F features of B bags each, N columns. A row is a product of a leading and a trailing slice. With a `PairPlan`, one
-kernel reads all tables, which are of order 2, in place; otherwise torch forms the halves of rows first. Rows are formed when bags
-need them and never stored.
+L ids, T tables, F features of B bags each, N columns. A row is a product of a leading and a trailing slice, formed when bags need
+it and never stored. One kernel reads all tables of order 2 in place; of tables of order 3 and 4, torch first forms all products of
+the slices of each half, P + Q of a table of P Q rows, which takes less than finding those that a batch needs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.autocast import without_autocast
-from comera_rec.ops.bags import reference
 from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls, KernelTables
 from comera_rec.ops.bags.table import Table, TableGroup
 from comera_rec.ops.bags.updates import ROW_WISE, Updates, current_updates, find_updates, refuse_row_wise
-from comera_rec.ops.plan import LookupPlan
-from comera_rec.ops.plan.pairs import PairPlan, pair_up, plan_hot_rows
+from comera_rec.ops.plan.pairs import PairPlan, plan_hot_rows
 from comera_rec.tt import slice_major_together
 from data_pipeline.errors import UserError
 
@@ -68,10 +66,31 @@ class _Layout:
     """The tables, and all of their hot blocks."""
 
     def __init__(self, tables: Sequence[Table], may_update: bool) -> None:
-        lefts, rights = zip(*(table.cores for table in tables), strict=True)
-        self.pairs = Pairs(lefts, rights, [diagonal for table in tables for diagonal in table.diagonals], may_update)
+        with without_autocast(tables[0].cores[0].device):
+            lefts, rights, diagonals = zip(*map(_halves, tables), strict=True)
+        self.pairs = Pairs(lefts, rights, [diagonal for of_table in diagonals for diagonal in of_table], may_update)
         self.hot = _hot_pairs(tables, may_update)
-        self.has_copies = self.pairs.has_copies or (self.hot is not None and self.hot.has_copies)
+        has_copies = self.pairs.has_copies or (self.hot is not None and self.hot.has_copies)
+        self.has_copies = has_copies or len(tables[0].cores) != 2
+
+
+def _halves(table: Table) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """Return a table as one of order 2: cores (1, P, n1, r) and (r, Q, n2, 1), and the diagonal between them, if any."""
+    cores, diagonals, cut = table.cores, table.diagonals, (len(table.cores) + 1) // 2
+    left = _product(cores[:cut], diagonals[: cut - 1])
+    right = _product(cores[cut:], diagonals[cut:]) if len(cores) > 1 else left.new_ones(1, 1, 1, 1)
+    return left, right, diagonals[cut - 1 : cut]
+
+
+def _product(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Tensor:
+    """Return the slice-major core of all products of slices of two cores, in float32; a single core as it is."""
+    if len(cores) == 1:
+        return cores[0]
+    first, second = (core.float() for core in cores)
+    for diagonal in diagonals:
+        first = first * diagonal.flatten()
+    product = torch.einsum("aimb,bjnc->ijacmn", first, second)  # of (a, i, m, b), a or c is 1
+    return product.flatten(4).flatten(0, 1).permute(1, 0, 3, 2)
 
 
 def _hot_pairs(tables: Sequence[Table], may_update: bool) -> Pairs | None:
@@ -84,7 +103,7 @@ def _hot_pairs(tables: Sequence[Table], may_update: bool) -> Pairs | None:
 
 def pool(
     group: TableGroup,
-    plan: LookupPlan | PairPlan,
+    plan: PairPlan,
     offsets: Tensor,
     weights: Tensor | None,
     *,
@@ -96,32 +115,16 @@ def pool(
     """Pool rows to [B, F * num_cols]; arguments as for `tt_bags`."""
     how = (offsets, weights, (mode, features, num_cols))
     tables, may_update = group.tables, update and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if isinstance(plan, PairPlan):
-        layout: _Layout = group.layout(_Layout, may_update)
-        bags, hot = pool_pairs(layout.pairs, plan, *how), layout.hot
-    else:
-        if update:
-            refuse_row_wise(tables, "on a GPU it needs tables of order 2: use Adagrad, or order=2")
-        with without_autocast(offsets.device):
-            left, right = reference.make_halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
-        p, q = plan.rows.long()[:, plan.inverse.long()]
-        halves = Pairs([left[None]], [right.transpose(0, 1)[..., None]], [], may_update=False)
-        bags = pool_pairs(halves, pair_up(p, q, (left.shape[0], right.shape[0])), *how)
-        hot = _hot_pairs(tables, may_update)
-    return bags if hot is None else bags + pool_pairs(hot, _plan_hot_rows(tables, plan), *how)
-
-
-def _plan_hot_rows(tables: Sequence[Table], plan: LookupPlan | PairPlan) -> PairPlan:
-    """Plan what hot blocks add: products of a row of A, as a leading slice, and P, as the block's only trailing slice."""
-    if isinstance(plan, PairPlan):
-        ids, trailing = plan.pairs, [table.cores[-1].shape[1] for table in tables]
-    else:
-        inverse = plan.inverse.long()
-        table_of = torch.searchsorted(plan.bounds[0, 1:-1].long().contiguous(), inverse, right=True)
-        ids = torch.stack([reference.row_ids(plan)[inverse], torch.zeros_like(inverse), table_of])
-        trailing = [1] * len(tables)
+    if update and len(tables[0].cores) != 2:
+        refuse_row_wise(tables, "on a GPU it needs tables of order 2: use Adagrad, or order=2")
+    layout: _Layout = group.layout(_Layout, may_update)
+    bags = pool_pairs(layout.pairs, plan, *how)
+    if layout.hot is None:
+        return bags
+    trailing = [core.shape[1] for core in layout.pairs.cores[len(tables) :]]
     counts = [[block.rows.shape[1] for block in table.hot] for table in tables]
-    return plan_hot_rows(ids, trailing, [table.first for table in tables], counts)
+    hot_plan = plan_hot_rows(plan.pairs, trailing, [table.first for table in tables], counts)
+    return bags + pool_pairs(layout.hot, hot_plan, *how)
 
 
 def pool_pairs(pairs: Pairs, plan: PairPlan, offsets: Tensor, weights: Tensor | None, settings: tuple[str, int, int]) -> Tensor:

@@ -1,6 +1,6 @@
 """The definition of bags of rows in plain torch, which tests compare every faster version with; it can be differentiated twice.
 
-L ids, U unique rows, T tables; n1, n2 columns of the halves of a row, r the rank between them.
+L ids, U unique rows of N columns, T tables.
 """
 
 from __future__ import annotations
@@ -30,44 +30,19 @@ def pool(
     with without_autocast(offsets.device):
         rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan)[:, :num_cols]
         if any(table.hot for table in tables):
-            rows = rows + hot_rows(tables, plan, num_cols)[: rows.shape[0]]
+            rows = rows + hot_rows(tables, plan, num_cols)
         return pool_rows(rows, plan.inverse, offsets, weights, mode=mode, features=features)
 
 
 def make_rows(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan) -> Tensor:
-    """Form the unique rows of a plan, [U, N]: E[i] = G_1[i_1] diag(D_1) G_2[i_2] ... G_d[i_d]; each product of slices once."""
-    return _multiply(*make_halves(cores, diagonals, plan), *_without_padding(plan.rows, plan, 0)).flatten(1)
-
-
-def make_halves(
-    cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan
-) -> tuple[Tensor, Tensor]:
-    """Form the leading halves [P, n1, r] and the trailing halves [Q, r, n2] of the rows of a plan."""
-    stacked = stack_tables(cores, diagonals)
-    left = stacked[0].flatten(1, 2)
-    if len(stacked) == 1:
-        return left, left.new_ones(len(cores), 1, 1)  # each table's only trailing half
-    right = stacked[-1].flatten(2)
-    if len(stacked) > 2:
-        first, second = _without_padding(plan.left, plan, 1)
-        _, _, n, rank = stacked[1].shape
-        products = _multiply(left, stacked[1].flatten(2), first, second)
-        left = products.view(products.shape[0], left.shape[1] * n, rank)
-    if len(stacked) > 3:
-        fourth, third = _without_padding(plan.right, plan, 2)
-        _, rank, n, _ = stacked[2].shape
-        products = _multiply(stacked[2].flatten(1, 2), right, third, fourth)
-        right = products.view(products.shape[0], rank, n * right.shape[2])
-    return left, right
-
-
-def _multiply(a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Return a[p] @ b[q], zero and without gradient where p is negative.
-
-    The gradient of `F.embedding` is a sum in a fixed order on every device.
-    """
-    chosen = [F.embedding(ids.clamp(min=0), each.flatten(1)).unflatten(1, each.shape[1:]) for each, ids in ((a, p), (b, q))]
-    return torch.bmm(*chosen).masked_fill(p[:, None, None] < 0, 0)
+    """Form the unique rows of a plan, [U, N]: E[i] = G_1[i_1] diag(D_1) G_2[i_2] ... G_d[i_d]."""
+    slices, stacked = row_slices(plan), stack_tables(cores, diagonals)
+    rows = stacked[0].new_ones(slices[0].shape[0], 1, 1)
+    for numbers, core in zip(slices, stacked, strict=True):
+        # The gradient of `F.embedding` is a sum in a fixed order on every device.
+        chosen = F.embedding(numbers.clamp(min=0), core.flatten(1)).unflatten(1, core.shape[1:])
+        rows = (rows @ chosen.flatten(2)).unflatten(2, core.shape[2:]).flatten(1, 2)
+    return rows.flatten(1).masked_fill(slices[0][:, None] < 0, 0)
 
 
 def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor:
@@ -87,28 +62,26 @@ def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor
     return added
 
 
+def row_slices(plan: LookupPlan) -> list[Tensor]:
+    """Return the slice of each core, numbered through all tables, that each unique row uses: d times [U], negative beyond them."""
+    order, rows = plan.bounds.shape[0] - 3, plan.rows.long()
+    if rows.device.type == "cpu" and not torch.compiler.is_compiling() and type(rows) is Tensor:
+        rows = rows[:, : int(plan.bounds[0, -1])]  # where reading it doesn't wait for a device or break a trace
+    p, q = rows
+    leading = [p] if order < 3 else [torch.where(p < 0, p, half[p.clamp(min=0)]) for half in plan.left.long()]
+    trailing = [q] if order < 4 else [half[q.clamp(min=0)] for half in plan.right.long().flip(0)]
+    return [*leading, *trailing][:order]
+
+
 def row_ids(plan: LookupPlan) -> Tensor:
-    """Return the id of each unique row within its table, [L] int64; negative beyond the last row."""
-    slices = plan.bounds[3:].long()
-    order = slices.shape[0]
-    cut = (order + 1) // 2
-    numbers = torch.arange(plan.rows.shape[1], device=plan.rows.device)
+    """Return the id of each unique row within its table, [U] int64; negative beyond the last row."""
+    slices, firsts = row_slices(plan), plan.bounds[3:].long()
+    numbers = torch.arange(slices[0].shape[0], device=slices[0].device)
     table = torch.searchsorted(plan.bounds[0, 1:-1].long().contiguous(), numbers, right=True)
-    modes = slices.diff(dim=1)[:, table]
-    p, q = plan.rows.long()
-    digits = [p] if cut == 1 else list(plan.left.long()[:, p.clamp(min=0)])
-    if order > 1:
-        digits += [q] if order - cut == 1 else list(plan.right.long()[:, q.clamp(min=0)].flip(0))
-    ids = torch.zeros_like(p)
-    for digit, mode, first in zip(digits, modes, slices[:, table], strict=True):
-        ids = ids * mode + digit - first
-    return torch.where(p < 0, p, ids)
-
-
-def _without_padding(numbers: Tensor, plan: LookupPlan, level: int) -> Tensor:
-    """Cut off padding where its length can be read without waiting for a device or breaking a trace."""
-    can_read = numbers.device.type == "cpu" and not torch.compiler.is_compiling() and type(numbers) is Tensor
-    return numbers[:, : int(plan.bounds[level, -1])] if can_read else numbers
+    ids = torch.zeros_like(numbers)
+    for of_core, first, mode in zip(slices, firsts[:, table], firsts.diff(dim=1)[:, table], strict=True):
+        ids = ids * mode + of_core - first
+    return torch.where(slices[0] < 0, -1, ids)
 
 
 def stack_tables(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]]) -> list[Tensor]:

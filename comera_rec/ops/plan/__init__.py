@@ -76,7 +76,7 @@ def plan_lookup(
     for t, table in enumerate(ids):
         if table.dtype not in (torch.int32, torch.int64):
             raise UserError(f"ids[{t}] has dtype {table.dtype}: give int32 or int64")
-    if impl == "triton" and order == 2:
+    if impl == "triton":
         return plan_pairs([table.flatten() for table in ids], row_shapes, num_embeddings)
     if order > 1 and impl in ("auto", "cpu") and ids[0].device.type in ("cpu", "meta"):
         return LookupPlan(

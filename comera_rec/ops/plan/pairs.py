@@ -1,12 +1,13 @@
 """The plan of a lookup on GPUs: the two slices whose product is the row of each id, and the ids sorted by each.
 
-L ids, T tables, P leading and Q trailing slices of all tables. A GPU multiplies faster than it finds unique rows, so here a row is
+A slice of a half of two cores is a product of a slice of each; all are numbered as the slices of one core are. L ids, T tables, P leading and Q trailing slices of all tables. A GPU multiplies faster than it finds unique rows, so here a row is
 formed for every id. Sizes depend only on shapes, and nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,13 +46,13 @@ class PairPlan:
 
 
 def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], rows: Sequence[int]) -> PairPlan:
-    """Plan a lookup over tables of order 2 with one kernel for all of them, and one sort.
+    """Plan a lookup over several tables with one kernel for all of them, and one sort.
 
     The device checks ids: if one is out of range, it says so on stderr, and the next call that waits for it fails.
 
     Args:
         ids: 1-D row ids of each table.
-        row_shapes: row modes (m_1, m_2) of each table.
+        row_shapes: row modes of each table.
         rows: number of rows of each table.
     """
     starts = _starts([table.shape[0] for table in ids], ids[0].device)
@@ -73,7 +74,7 @@ def plan_pairs_of_bags(
         offsets: [F * bags_of_feature + 1] starts of bags.
         bags_of_feature: number of bags of each feature.
         features: number of features of each table.
-        row_shapes: row modes (m_1, m_2) of each table.
+        row_shapes: row modes of each table.
         rows: number of rows of each table.
 
     Raises:
@@ -81,7 +82,8 @@ def plan_pairs_of_bags(
     """
     if ids.dtype not in (torch.int32, torch.int64):
         raise UserError(f"ids are {ids.dtype}: give int32 or int64")
-    modes = [number for shape in row_shapes for number in shape]
+    cut = (len(row_shapes[0]) + 1) // 2
+    modes = [math.prod(half) for shape in row_shapes for half in (shape[:cut], shape[cut:])]
     plan = _plan_pairs if _is_transformed() else split_and_sort
     pairs, slices, order = plan(ids.contiguous(), offsets.contiguous(), bags_of_feature, list(features), modes, list(rows))
     return PairPlan(pairs=pairs, slices=slices, order=order, counts=(sum(modes[::2]), sum(modes[1::2])))
@@ -215,21 +217,6 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys = pairs.new_empty(2, pairs.shape[1], dtype=key_type(sum(rows), len(rows)))
     return torch.empty_like(pairs, dtype=torch.int32), keys, torch.empty_like(keys, dtype=torch.int64)
-
-
-def pair_up(p: Tensor, q: Tensor, counts: tuple[int, int]) -> PairPlan:
-    """Return the plan of given pairs of slices of one table.
-
-    Args:
-        p, q: [L] slices of each id; -1, in both, for what is left out.
-        counts: P and Q.
-    """
-    _require_few(len(p))
-    ends = on_device([[counts[0]], [counts[1]]], p.device)
-    keys = torch.where(p < 0, ends, torch.stack([p, q]))
-    keys = keys + on_device([[0], [counts[0] + 1]], p.device)
-    slices, order = sort_keys(keys.to(key_type(*counts)))
-    return PairPlan(pairs=torch.stack([p, q, torch.zeros_like(p)]).int(), slices=slices, order=order, counts=counts)
 
 
 def _require_few(num_ids: int) -> None:
