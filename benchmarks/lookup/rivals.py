@@ -142,9 +142,9 @@ class FbgemmTables(nn.Module):
         if on_gpu:
             self.bags.weights_dev.data = storage
 
-    def forward(self, batch: Batch) -> Tensor:
-        """[B, T * N]."""
-        output: Tensor = self.bags(batch.values, batch.all_offsets)
+    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+        """Look up ids [T * L], table after table, with offsets [T * B + 1]; returns [B, T * N]."""
+        output: Tensor = self.bags(values, offsets)
         return output
 
 

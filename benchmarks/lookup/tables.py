@@ -52,9 +52,11 @@ LR, EPS = 0.01, 1e-8
 DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP = "nn.EmbeddingBag sparse", "FBGEMM", "TTM no dedup", "TTM row dedup"
 OURS, UPDATED = "TTEmbeddingBagCollection", "TTEmbeddingBagCollection, updated in backward"
 TT = "TT tables"
+FBGEMM_GRAPH = "FBGEMM, CUDA graph"
 GRAPHS = {f"TT tables, {name}, CUDA graph": name for name in ("row-wise Adagrad", "Adagrad")}
 """Captured steps on a GPU -> the optimizer that updates cores in backward."""
-ON_CPU, ON_GPU = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED), (DENSE, FBGEMM, TT, *GRAPHS, UPDATED)
+ON_CPU = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED)
+ON_GPU = (DENSE, FBGEMM, FBGEMM_GRAPH, TT, *GRAPHS, UPDATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +96,9 @@ def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
         return [small(), small(order=3, zipf=0), small(order=4, bag=4)]
     if device != "cpu":
         without_row_wise = tuple(name for name in ON_GPU if "row-wise" not in name and name != UPDATED)
-        order_3 = sized(order=3, batch=16_384, providers=without_row_wise)
+        deep = [sized(order=order, batch=16_384, providers=without_row_wise) for order in (3, 4)]
         by_batch = [sized(dim=dim, batch=batch) for dim in (64, 128) for batch in (2048, 16_384, 65_536)]
-        return [*by_batch, *(sized(rank=rank, batch=16_384) for rank in (8, 32)), order_3]
+        return [*by_batch, *(sized(rank=rank, batch=16_384) for rank in (8, 32)), *deep, sized(rows=KAGGLE, batch=2048)]
     return [
         *(sized(order=order, rank=rank, batch=16_384) for order, rank in ((2, 8), (2, 16), (2, 32), (3, 16), (4, 16))),
         *(sized(rank=rank, batch=batch, providers=(FBGEMM, UPDATED)) for batch in (512, 2048) for rank in (8, 16, 32)),
@@ -111,11 +113,11 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 def _able(case: LookupCase, device: str) -> LookupCase:
     """Leave out providers whose packages are not installed, and dense ones whose tables don't fit into memory."""
-    missing = {FBGEMM} if rivals.SplitTableBatchedEmbeddingBagsCodegen is None else set()
+    missing = {FBGEMM, FBGEMM_GRAPH} if rivals.SplitTableBatchedEmbeddingBagsCodegen is None else set()
     missing |= {OURS, UPDATED, next(iter(GRAPHS))} if KeyedJaggedTensor is None else set()
     on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = on_host if device == "cpu" else torch.cuda.mem_get_info(device)[1]
-    missing |= {DENSE, FBGEMM} if 4 * sum(case.rows) * case.dim > 0.85 * memory else set()
+    missing |= {DENSE, FBGEMM, FBGEMM_GRAPH} if 4 * sum(case.rows) * case.dim > 0.85 * memory else set()
     if missing := missing.intersection(case.providers):
         tqdm.write(f"lookup, {case.shapes()}: without {', '.join(sorted(missing))}: not installed, or larger than memory")
     return replace(case, providers=tuple(name for name in case.providers if name not in missing))
@@ -166,7 +168,8 @@ class LookupWorkload(Workload):
         """Name -> factory. Making a dense provider rewrites the rows, because an earlier provider may have trained them."""
         factories: dict[str, Callable[[], TorchProvider]] = {
             DENSE: self._dense,
-            FBGEMM: self._fbgemm,
+            FBGEMM: lambda: self._fbgemm(rivals.FusedProvider),
+            FBGEMM_GRAPH: lambda: self._fbgemm(FbgemmInGraph),
             NO_DEDUP: lambda: self._chained(dedup=False),
             ROW_DEDUP: lambda: self._chained(dedup=True),
             OURS: lambda: self._ours(updated=False),
@@ -230,14 +233,15 @@ class LookupWorkload(Workload):
 
         return TorchProvider(module, [(batch,) for batch in self.batches], self.upstream, optimizer=optimizer, shown=shown)
 
-    def _fbgemm(self) -> rivals.FusedProvider:
-        self._tables()
+    def _fbgemm(self, provider: type[rivals.FusedProvider]) -> rivals.FusedProvider:
         module = FbgemmTables(self._storage(), self.case.rows, self.case.dim, lr=LR, eps=EPS)
 
         def shown() -> dict[str, Tensor]:
             return {"rows after Adagrad": self.batches[0].unique_rows(module.bags.split_embedding_weights())}
 
-        return rivals.FusedProvider(module, [(batch,) for batch in self.batches], self.upstream, shown=shown)
+        made = provider(module, self._inputs, self.upstream, shown=shown)
+        self._tables()
+        return made
 
     def _chained(self, *, dedup: bool) -> TorchProvider:
         cores = {  # (m, r, n, s); the rank parameters are ones
@@ -281,7 +285,7 @@ class LookupWorkload(Workload):
         module = copy.deepcopy(self.tt_tables)
         kind = torch.optim.Adagrad if name == "Adagrad" else torchrec.optim.RowWiseAdagrad
         optimizer = kind(module.parameters(), lr=LR, eps=EPS)
-        return GraphProvider(module, self._inputs, self.upstream, optimizer=optimizer, prefix="bags.")
+        return UpdatedInGraph(module, self._inputs, self.upstream, optimizer=optimizer, prefix="bags.")
 
     @property
     def _inputs(self) -> list[tuple[Tensor, Tensor]]:
@@ -335,32 +339,55 @@ class UpdatedProvider(TorchProvider):
         return {"output": output.detach().clone(), **changes}
 
 
-class GraphProvider(UpdatedProvider):
-    """A step in a CUDA graph: a call copies its ids into the graph's input and replays it."""
+class InGraph(TorchProvider):
+    """Puts a provider's step in a CUDA graph: a call copies its ids into the graph's input and replays it."""
 
-    def __init__(self, module: nn.Module, batches: Any, upstream: Tensor, **options: Any) -> None:
-        super().__init__(module, batches, upstream, **options)
-        self._input = self._batches = [tuple(tensor.clone() for tensor in batches[0])]
-        before, stream = copy.deepcopy(module.state_dict()), torch.cuda.Stream()
+    _graph: torch.cuda.CUDAGraph | None = None
+
+    def _capture(self) -> None:
+        batches, self._input = self._batches, tuple(tensor.clone() for tensor in self._batches[0])
+        self._batches, stream = [self._input], torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
                 self._step(0)
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             self._output = self._step(0)
-        self._batches = batches
-        module.load_state_dict(before)
+        self._batches, self._graph = batches, graph
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
-        return {"step": self._replay}
+        return {"step": self._forward_backward}
 
-    def _replay(self, turn: int) -> Tensor:
-        self._input[0][0].copy_(self._batches[turn % len(self._batches)][0])
+    def _forward_backward(self, turn: int) -> Tensor:
+        if self._graph is None:
+            return super()._forward_backward(turn)
+        self._input[0].copy_(self._batches[turn % len(self._batches)][0])
         self._graph.replay()
         return self._output
+
+
+class UpdatedInGraph(InGraph, UpdatedProvider):
+    """Our tables, updated in backward, in a graph."""
+
+    def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
+        super().__init__(module, *arguments, **options)
+        before = copy.deepcopy(module.state_dict())
+        self._capture()
+        module.load_state_dict(before)
+
+
+class FbgemmInGraph(InGraph, rivals.FusedProvider):
+    """FBGEMM's tables in a graph."""
+
+    def __init__(self, module: FbgemmTables, *arguments: Any, **options: Any) -> None:
+        super().__init__(module, *arguments, **options)
+        self._capture()
+        for states in module.bags.split_optimizer_states():
+            for state in states:
+                state.zero_()
 
 
 def _adagrad(module: nn.Module) -> torch.optim.Optimizer:

@@ -100,6 +100,7 @@ def tt_bags(
         plan_impl = impl if impl == "triton" else "auto"
         raise UserError(f"impl is {impl!r}, but the plan is for another one: make it with plan_lookup(..., impl={plan_impl!r})")
     if impl == "reference":
+        assert not isinstance(plan, PairPlan)
         if update_in_backward:
             refuse_row_wise(group.tables, "impl 'reference' (float64, order 1) forms gradients of whole cores; use Adagrad")
         return reference.pool(group.tables, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
