@@ -24,8 +24,8 @@ import comera_rec.ops.plan.triton  # noqa: F401
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import tt_bags
+from comera_rec.ops.bags import TableGroup, kernel_calls, updates
 from comera_rec.ops.bags import gpu as bags
-from comera_rec.ops.bags import kernel_calls, updates
 from comera_rec.ops.bags.updates import register_update
 from comera_rec.ops.launch import Launch, recorded_launches
 from comera_rec.ops.plan import pairs
@@ -115,11 +115,11 @@ def count_step(
         ids = torch.empty(ids_of_all, dtype=torch.int64).chunk(len(tables))
         offsets, upstream = torch.empty(ids_of_all + 1, dtype=torch.int64), torch.empty(batch, len(tables) * dim)
         weights = torch.empty(ids_of_all, requires_grad=True) if weighted else None
+        group = TableGroup([table.forward_parameters() for table in tables])
 
         def train() -> None:
             plan = plan_tables([[each] for each in ids], tables, [["ids"]] * len(tables), impl="triton")
-            parts = [table.forward_parameters() for table in tables]
-            out = tt_bags(parts, plan, offsets, num_cols=dim, features=len(tables), impl="triton", per_sample_weights=weights)
+            out = tt_bags(group, plan, offsets, num_cols=dim, features=len(tables), impl="triton", per_sample_weights=weights)
             out.backward(upstream.to(out.dtype))
             step.step()
             step.zero_grad()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from tqdm import tqdm
 
 import comera_rec as cr
@@ -274,7 +275,7 @@ class LookupWorkload(Workload):
         if not updated:
             return TorchProvider(module, features, self.upstream, optimizer=_adagrad(module), shown=shown)
         kind = torchrec.optim.RowWiseAdagrad
-        torchrec.optim.apply_optimizer_in_backward(kind, module.parameters(), {"lr": LR, "eps": EPS})
+        _apply_optimizer_in_backward(kind, module.parameters(), {"lr": LR, "eps": EPS})
         return UpdatedProvider(module, features, self.upstream, prefix="collection.tt_bags.")
 
     def _without_torchrec(self) -> TorchProvider:
@@ -284,8 +285,8 @@ class LookupWorkload(Workload):
     def _captured(self, name: str) -> TorchProvider:
         module = copy.deepcopy(self.tt_tables)
         kind = torch.optim.Adagrad if name == "Adagrad" else torchrec.optim.RowWiseAdagrad
-        optimizer = kind(module.parameters(), lr=LR, eps=EPS)
-        return UpdatedInGraph(module, self._inputs, self.upstream, optimizer=optimizer, prefix="bags.")
+        _apply_optimizer_in_backward(kind, module.parameters(), {"lr": LR, "eps": EPS})
+        return UpdatedInGraph(module, self._inputs, self.upstream, prefix="bags.")
 
     @property
     def _inputs(self) -> list[tuple[Tensor, Tensor]]:

@@ -1,8 +1,8 @@
 """Bags of rows on GPUs, by the kernels that `kernel_calls.py` calls; `reference.pool` defines what they compute.
 
 L ids, T tables, F features of B bags each, N columns. A row is a product of a leading and a trailing slice, formed when bags need
-it and never stored. One kernel reads all tables of order 2 in place; of tables of order 3 and 4, torch first forms all products of
-the slices of each half, P + Q of a table of P Q rows, which takes less than finding those that a batch needs.
+it and never stored; one kernel reads all tables of order 2 in place. The halves of tables of order 3 and 4 are looked up first, as
+the rows of tables of order 2: all of them, P + Q for P Q rows, which takes less than finding those that a batch needs.
 """
 
 from __future__ import annotations
@@ -12,38 +12,44 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from comera_rec.ops.autocast import without_autocast
 from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls, KernelTables
 from comera_rec.ops.bags.table import Table, TableGroup
 from comera_rec.ops.bags.updates import ROW_WISE, Updates, current_updates, find_updates, refuse_row_wise
-from comera_rec.ops.plan.pairs import PairPlan, plan_hot_rows
+from comera_rec.ops.plan.pairs import PairPlan, plan_hot_rows, plan_pairs
 from comera_rec.tt import slice_major_together
 from data_pipeline.errors import UserError
 
 
 class Pairs:
-    """Tables of order 2, or blocks of hot rows, as kernels take them, and their updates in backward.
+    """Neighboring cores of all tables, or blocks of hot rows, as kernels take them, and their updates in backward.
 
     Args:
-        lefts, rights: T cores (1, m, n1, r) and as many (r, m, n2, 1).
+        firsts, seconds: T cores (a, m, n, r) and as many (r, m', n', c), where a or c is 1.
         diagonals: T diagonals (r) or (r, 1), or none.
         may_update: whether cores whose optimizers were applied in backward are updated there, where that is possible.
+        number: of the first cores among the `order` cores of their tables.
 
     Raises:
         ValueError: for cores of a dtype other than float32, bfloat16 or float16, and row-wise Adagrad in backward whose settings
             differ.
     """
 
-    def __init__(self, lefts: Sequence[Tensor], rights: Sequence[Tensor], diagonals: Sequence[Tensor], may_update: bool) -> None:
-        if lefts[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UserError(f"the cores are {lefts[0].dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
-        cores = [*lefts, *rights]
-        self.cores = slice_major_together(cores, [0] * len(lefts) + [1] * len(rights), 2)
+    def __init__(
+        self, firsts: Sequence[Tensor], seconds: Sequence[Tensor], diagonals: Sequence[Tensor], may_update: bool, number: int = 0,
+        order: int = 2,
+    ) -> None:  # fmt: skip
+        if firsts[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(
+                f"the cores are {firsts[0].dtype}: the GPU kernels compute in float32; give float64 to impl='reference'"
+            )
+        cores = [*firsts, *seconds]
+        self.cores = slice_major_together(cores, [number] * len(firsts) + [number + 1] * len(seconds), order)
         self.diagonals = [diagonal.contiguous() for diagonal in diagonals]
         self.has_copies = not (all(map(is_, self.cores, cores)) and all(map(is_, self.diagonals, diagonals)))
-        self.counts = tuple(sum(core.shape[1] for core in side) for side in (lefts, rights))
+        self.counts = tuple(sum(core.shape[1] for core in side) for side in (firsts, seconds))
         self._updates = find_updates(self.cores, self.diagonals) if may_update else None
         self._tables: KernelTables | None = None
 
@@ -62,35 +68,58 @@ class Pairs:
         return updates if updates is not None and updates.gpu_rules() is not None else None
 
 
+class _Half:
+    """Two neighboring cores of all tables; the products of their slices are the slices of tables of order 2."""
+
+    def __init__(self, tables: Sequence[Table], number: int) -> None:
+        firsts, seconds = zip(*(table.cores[number : number + 2] for table in tables), strict=True)
+        diagonals = [table.diagonals[number] for table in tables if table.diagonals]
+        self.pairs = Pairs(_padded(firsts, 0), _padded(seconds, 3), diagonals, False, number, len(tables[0].cores))
+        modes = [(first.shape[1], second.shape[1]) for first, second in zip(firsts, seconds, strict=True)]
+        self._counts, device = [m * n for m, n in modes], firsts[0].device
+        self._plan = plan_pairs([torch.arange(count, device=device) for count in self._counts], modes, self._counts)
+        self._ends = torch.arange(sum(self._counts) + 1, device=device)
+
+    def products(self) -> tuple[Tensor, ...]:
+        """Form T slice-major cores (a, m m', n n', c)."""
+        (a, _, n1, _), (_, _, n2, c) = self.pairs.cores[0].shape, self.pairs.cores[-1].shape
+        rows = pool_pairs(self.pairs, self._plan, self._ends, None, ("sum", 1, a * n1 * c * n2))
+        cores = rows.view(sum(self._counts), a, n1, c, n2).transpose(2, 3).flatten(3).permute(1, 0, 3, 2)
+        return cores.split(self._counts, dim=1)
+
+
+def _padded(cores: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
+    """Pad a bond of cores, the first or the last dimension, to that of the largest with zeros, which change no product."""
+    size = max(core.shape[dim] for core in cores)
+    front = [0] * (7 - 2 * dim)
+    return [core if core.shape[dim] == size else F.pad(core, [*front, size - core.shape[dim]]) for core in cores]
+
+
 class _Layout:
     """The tables, and all of their hot blocks."""
 
     def __init__(self, tables: Sequence[Table], may_update: bool) -> None:
-        with without_autocast(tables[0].cores[0].device):
-            lefts, rights, diagonals = zip(*map(_halves, tables), strict=True)
-        self.pairs = Pairs(lefts, rights, [diagonal for of_table in diagonals for diagonal in of_table], may_update)
+        cores = [table.cores for table in tables]
+        order = len(cores[0])
+        self._halves = [_Half(tables, number) for number in range(0, order - 1, 2)] if order > 2 else []
+        self._lasts = [each[-1] for each in cores] if order > 1 else [cores[0][0].new_ones(1, 1, 1, 1)] * len(tables)
+        self._diagonals = [table.diagonals[(order - 1) // 2] for table in tables if table.diagonals]
+        self._pairs: Pairs | None = None
+        if not self._halves:
+            self._pairs = Pairs([each[0] for each in cores], self._lasts, self._diagonals, may_update and order == 2)
         self.hot = _hot_pairs(tables, may_update)
-        has_copies = self.pairs.has_copies or (self.hot is not None and self.hot.has_copies)
-        self.has_copies = has_copies or len(tables[0].cores) != 2
+        parts = [self._pairs, self.hot, *(half.pairs for half in self._halves)]
+        self.has_copies = any(part.has_copies for part in parts if part is not None)
 
-
-def _halves(table: Table) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    """Return a table as one of order 2: cores (1, P, n1, r) and (r, Q, n2, 1), and the diagonal between them, if any."""
-    cores, diagonals, cut = table.cores, table.diagonals, (len(table.cores) + 1) // 2
-    left = _product(cores[:cut], diagonals[: cut - 1])
-    right = _product(cores[cut:], diagonals[cut:]) if len(cores) > 1 else left.new_ones(1, 1, 1, 1)
-    return left, right, diagonals[cut - 1 : cut]
-
-
-def _product(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Tensor:
-    """Return the slice-major core of all products of slices of two cores, in float32; a single core as it is."""
-    if len(cores) == 1:
-        return cores[0]
-    first, second = (core.float() for core in cores)
-    for diagonal in diagonals:
-        first = first * diagonal.flatten()
-    product = torch.einsum("aimb,bjnc->ijacmn", first, second)  # of (a, i, m, b), a or c is 1
-    return product.flatten(4).flatten(0, 1).permute(1, 0, 3, 2)
+    def pairs(self) -> Pairs:
+        """The tables as those of order 2."""
+        if self._pairs is not None:
+            return self._pairs
+        lefts, *others = (half.products() for half in self._halves)
+        diagonals = self._diagonals
+        if any(len(each) < len(max(diagonals, key=len)) for each in diagonals):  # then the products' ranks are padded
+            diagonals = list(nn.utils.rnn.pad_sequence([each.flatten() for each in diagonals], batch_first=True))
+        return Pairs(lefts, others[0] if others else _padded(self._lasts, 0), diagonals, may_update=False)
 
 
 def _hot_pairs(tables: Sequence[Table], may_update: bool) -> Pairs | None:
@@ -118,10 +147,11 @@ def pool(
     if update and len(tables[0].cores) != 2:
         refuse_row_wise(tables, "on a GPU it needs tables of order 2: use Adagrad, or order=2")
     layout: _Layout = group.layout(_Layout, may_update)
-    bags = pool_pairs(layout.pairs, plan, *how)
+    pairs = layout.pairs()
+    bags = pool_pairs(pairs, plan, *how)
     if layout.hot is None:
         return bags
-    trailing = [core.shape[1] for core in layout.pairs.cores[len(tables) :]]
+    trailing = [core.shape[1] for core in pairs.cores[len(tables) :]]
     counts = [[block.rows.shape[1] for block in table.hot] for table in tables]
     hot_plan = plan_hot_rows(plan.pairs, trailing, [table.first for table in tables], counts)
     return bags + pool_pairs(layout.hot, hot_plan, *how)

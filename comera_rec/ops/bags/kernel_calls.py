@@ -55,10 +55,13 @@ def _kernels() -> tuple[Any, Any]:
 
 
 class KernelTables:
-    """Tables of order 2, or blocks of hot rows, as kernels take them: addresses and sizes, which lookups share.
+    """Pairs of cores of T tables, as kernels take them: addresses and sizes, which lookups share.
+
+    Rows are products of a slice of each. Columns of a slice that has a bond on its other side count that bond too, so a row is
+    [a, n, n', c] for slices (a, n, r) and (r, n', c).
 
     Args:
-        cores: slice-major: leading ones (1, m, n1, r) of all tables, then as many trailing ones (r, m, n2, 1).
+        cores: slice-major: the first ones (a, m, n, r) of all tables, then as many second ones (r, m', n', c).
         diagonals: T diagonals (r) or (r, 1), or none.
     """
 
@@ -67,7 +70,8 @@ class KernelTables:
         self.leading, self.trailing, self.first_diagonal = cores[0], cores[half], diagonals[0] if diagonals else cores[0]
         self.counts = tuple(sum(core.shape[1] for core in side) for side in (cores[:half], cores[half:]))
         self.are_scaled = bool(diagonals)
-        self.n1, self.n2 = cores[0].shape[2], cores[-1].shape[2]
+        (a, _, n1, _), (_, _, n2, c) = cores[0].shape, cores[-1].shape
+        self.n1, self.n2 = a * n1, n2 * c
         self.ranks = [core.shape[3] for core in cores[:half]]
         self.are_aligned = all(
             _address(core) % 16 == 0 and core.shape[0] * core.shape[2] * core.shape[3] * core.element_size() % 16 == 0

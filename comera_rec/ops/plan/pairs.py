@@ -1,7 +1,8 @@
 """The plan of a lookup on GPUs: the two slices whose product is the row of each id, and the ids sorted by each.
 
-A slice of a half of two cores is a product of a slice of each; all are numbered as the slices of one core are. L ids, T tables, P leading and Q trailing slices of all tables. A GPU multiplies faster than it finds unique rows, so here a row is
-formed for every id. Sizes depend only on shapes, and nothing waits for the device.
+The halves of tables of order 3 and 4 count as single cores, whose slices are products. L ids, T tables, P leading and Q trailing
+slices of all tables. A GPU multiplies faster than it finds unique rows, so a row is formed for every id. Sizes depend only on
+shapes, and nothing waits for the device.
 """
 
 from __future__ import annotations
