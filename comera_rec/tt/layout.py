@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _LEADING, _TRAILING = (1, 0, 3, 2), (1, 3, 0, 2)
+_OF_TRAILING = (2, 0, 3, 1)  # what undoes it; _LEADING undoes itself
 
 
 def slice_major(core: Tensor, k: int, order: int) -> Tensor:
@@ -63,7 +64,7 @@ def is_slice_major(core: Tensor, k: int, order: int) -> bool:
 
 def _restore(core: Tensor, axes: Sequence[int]) -> Tensor:
     """Undo a permutation of a core's axes."""
-    return core.permute([axes.index(axis) for axis in range(4)])
+    return core.permute(_LEADING if axes is _LEADING else _OF_TRAILING)
 
 
 def _axes(k: int, order: int) -> tuple[int, int, int, int]:

@@ -445,6 +445,16 @@ def test_autocast_leaves_lookups_of_order_3_alone(device: str) -> None:
     torch.testing.assert_close((actual, *gradients[0]), (expected, *gradients[1]))
 
 
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_compiled_lookups_equal_eager_ones(order: int, device: str) -> None:
+    if device == "cuda":
+        pytest.skip("tracing is the same there")
+    tables, lookup = make_tables(order, hot=HOT_ROWS[1:]), draw(make_tables(order), LENGTHS["jagged"])
+    compiled = torch.compile(look_up, backend="aot_eager", fullgraph=True)
+    expected = differentiate(look_up, tables, *lookup, "triton")
+    torch.testing.assert_close(differentiate(compiled, tables, *lookup, "triton"), expected)
+
+
 def test_unused_slices_between_used_ones_have_no_owner(device: str) -> None:
     tables = make_tables(shapes=[TTShape((300, 1), (2, 2), (3,))])
     check(tables, [torch.tensor([0, 1, 150, 299])], torch.arange(5), device)

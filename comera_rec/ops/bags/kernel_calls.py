@@ -67,6 +67,8 @@ class KernelTables:
 
     def __init__(self, cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> None:
         half = len(cores) // 2
+        # Their memory is kept until backward, even if parameters are given other data.
+        self.cores, self.diagonals = cores, diagonals
         self.leading, self.trailing, self.first_diagonal = cores[0], cores[half], diagonals[0] if diagonals else cores[0]
         self.counts = tuple(sum(core.shape[1] for core in side) for side in (cores[:half], cores[half:]))
         self.are_scaled = bool(diagonals)

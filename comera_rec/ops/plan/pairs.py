@@ -85,7 +85,7 @@ def plan_pairs_of_bags(
         raise UserError(f"ids are {ids.dtype}: give int32 or int64")
     cut = (len(row_shapes[0]) + 1) // 2
     modes = [math.prod(half) for shape in row_shapes for half in (shape[:cut], shape[cut:])]
-    plan = _plan_pairs if _is_transformed() else split_and_sort
+    plan = _plan_pairs if is_transformed() else split_and_sort
     pairs, slices, order = plan(ids.contiguous(), offsets.contiguous(), bags_of_feature, list(features), modes, list(rows))
     return PairPlan(pairs=pairs, slices=slices, order=order, counts=(sum(modes[::2]), sum(modes[1::2])))
 
@@ -93,7 +93,7 @@ def plan_pairs_of_bags(
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
     """Return the number of the first id of each table, and of all ids."""
     starts = tuple(first_keys(lengths))
-    if device.type != "cuda" or _is_transformed():
+    if device.type != "cuda" or is_transformed():
         return torch.tensor(starts, device=device)
     if len(set(lengths)) == 1:
         return torch.arange(len(starts), device=device) * lengths[0]
@@ -105,7 +105,7 @@ def _kept_starts(starts: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(starts).to(device, non_blocking=True)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Return whether a tracer or transform needs the registered operators, which take longer to call than kernels to run."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()
 
@@ -114,8 +114,10 @@ def _join(ids: Sequence[Tensor]) -> Tensor:
     """Concatenate ids; without a copy if they are neighbors in memory, as those of a KeyedJaggedTensor are."""
     if len(ids) == 1:
         return ids[0].contiguous()
+    if torch.compiler.is_compiling():
+        return torch.cat(list(ids))
     whole, beyond = ids[0]._base, ids[0].storage_offset()
-    if whole is not None and not torch.compiler.is_compiling():
+    if whole is not None:
         for table in ids:
             if table._base is not whole or table.storage_offset() != beyond or not table.is_contiguous():
                 break
@@ -179,7 +181,7 @@ def plan_hot_rows(pairs: Tensor, trailing: Sequence[int], first_rows: Sequence[i
         blocks: the numbers of rows of each table's blocks.
     """
     sizes = [list(trailing), list(first_rows), [len(table) for table in blocks], [count for table in blocks for count in table]]
-    plan = _plan_hot_rows if _is_transformed() else split_and_sort_hot_rows
+    plan = _plan_hot_rows if is_transformed() else split_and_sort_hot_rows
     hot_pairs, slices, order = plan(pairs, *sizes)
     return PairPlan(pairs=hot_pairs, slices=slices, order=order, counts=(sum(sizes[-1]), len(sizes[-1])))
 
