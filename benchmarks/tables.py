@@ -86,10 +86,13 @@ def lookup_by_batch() -> str:
     return markdown(header, lines) + source(EPYC_AVX512, "lookup", "lookup --only batch=BATCH,order=2,dim=64")
 
 
+GRAPHS = {"row-wise Adagrad": "ours", "Adagrad": "ours, Adagrad"}
+
+
 def lookup_on_gpu() -> str:
     """The same step on a GPU, with updates in backward, eager and in a CUDA graph."""
-    columns = {"FBGEMM": "FBGEMM, eager", OURS: "ours, eager", "TT tables, row-wise Adagrad, CUDA graph": "ours, graph"}
-    columns |= {"TT tables, Adagrad, CUDA graph": "Adagrad, graph"}
+    columns = {"FBGEMM": "FBGEMM, eager", OURS: "ours, eager", "FBGEMM, CUDA graph": "FBGEMM, graph"}
+    columns |= {f"TT tables, {name}, CUDA graph": f"{ours}, graph" for name, ours in GRAPHS.items()}
     rows = select(committed(H100, "lookup"), pass_="step", order=2)
     lines = []
     for dim, rank, batch in dict.fromkeys((row.shapes["dim"], row.shapes["rank"], row.shapes["batch"]) for row in rows):

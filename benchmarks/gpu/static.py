@@ -32,14 +32,16 @@ _TYPES = {
 }  # fmt: skip
 
 
-def step_kernels(dim: int, rank: int, batch: int = 16_384, **options: Any) -> dict[str, Launch]:
+def step_kernels(dim: int, rank: int, batch: int = 16_384, order: int = 2, **options: Any) -> dict[str, Launch]:
     """Name -> launch of each Triton kernel of a step that updates cores in backward; `options` of `count_step`."""
-    shapes = [TTShape.for_table(rows, dim, tt_ranks=rank, order=2) for rows in ROWS]
+    shapes = [TTShape.for_table(rows, dim, tt_ranks=rank, order=order) for rows in ROWS]
     by_name: dict[str, Launch] = {}
     for launch in count_step(shapes, batch, **options).launches:
         name = launch.kernel.function.__name__.strip("_").replace("_", " ")
         if launch.kernel.constants.get("STEP", 1) > 1:
             name += " of groups"
+        if order > 2:  # several lookups
+            name += f" {launch.kernel.constants.get('N1', '')} {launch.kernel.constants.get('N2', '')}"
         by_name.setdefault(name, launch)
     return by_name
 

@@ -25,6 +25,7 @@ OF_STEPS = [
     {"dim": 64, "rank": 16, "architecture": 90, "weighted": True},
     {"dim": 64, "rank": 16, "architecture": 90, "dtype": torch.bfloat16},
     {"dim": 64, "rank": 16, "architecture": 90, "hot_rows": ((1000, 8), (2000, 4))},
+    {"dim": 64, "rank": 16, "architecture": 90, "order": 4},
 ]
 
 
