@@ -62,7 +62,7 @@ def plan_lookup(
         ids: row ids of each table, int32 or int64, of any shape.
         row_shapes: row modes (m_1..m_d) of each table; d is from 1 to 4 and the same for all.
         num_embeddings: rows of each table; default m_1...m_d.
-        impl: "cpu", which checks ids; "reference", which doesn't; or "triton", a `PairPlan` for tables of two cores on a GPU, which
+        impl: "cpu", which checks ids; "reference", in which each id has a row of its own; or "triton", a `PairPlan` for GPUs, which
             checks them there. "auto" is "cpu" for tables of two to four cores on CPU.
 
     Returns:
