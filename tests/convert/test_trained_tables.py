@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refuse
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -89,19 +90,15 @@ def test_sums_of_fused_tables_are_found() -> None:
 def test_mistakes_are_named() -> None:
     tables = cr.TableCompression(compression=4, min_rows=100)
     rows = {"user": torch.ones(5), "item": torch.ones(900)}
-    with pytest.raises(ValueError, match=r"importance of 'user' has shape \(5,\): give 2000 finite numbers of at least 0"):
-        compressed(tables, rows)
+    refuse(r"importance of 'user' has shape \(5,\): give 2000 finite numbers of at least 0", compressed, tables, rows)
     with pytest.raises(ValueError, match=r"importance lacks 'item': give it for all tables that are compressed, or for none"):
         compressed(tables, {"user": torch.ones(2000)})
     for bad in (-1.0, torch.nan):
-        with pytest.raises(ValueError, match="importance of 'item' has shape"):
-            compressed(tables, {"user": torch.ones(2000), "item": torch.full((900,), bad)})
-    with pytest.raises(ValueError, match="importance is given: it needs tables and init='tt_svd'"):
-        cr.compress_(model(), tables=tables, importance=rows)
+        refuse("importance of 'item' has shape", compressed, tables, {"user": torch.ones(2000), "item": torch.full((900,), bad)})
+    refuse("importance is given: it needs tables and init='tt_svd'", cr.compress_, model(), tables=tables, importance=rows)
     diverged = nn.Embedding(200, 8)
     nn.init.constant_(diverged.weight, torch.inf)
-    with pytest.raises(ValueError, match="'the model' holds numbers that are not finite: give"):
-        cr.compress_(diverged, tables=tables, init="tt_svd")
+    refuse("'the model' holds numbers that are not finite: give", cr.compress_, diverged, tables=tables, init="tt_svd")
 
 
 @pytest.mark.parametrize("hot_rows", [0, 0.5])
@@ -153,8 +150,7 @@ def test_given_orders_count_in_the_compression() -> None:
         ("similarity", "random", "'similarity' with init='tt_svd'"),
         ({"other": order[1:]}, "random", "give each of the numbers 0 to 3999 once"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            cr.compress_(dense(rows), tables=tables, init=init, row_order=row_order)
+        refuse(message, cr.compress_, dense(rows), tables=tables, init=init, row_order=row_order)
 
 
 SHAPES = [TTShape((12, 10), (4, 4), 6), TTShape((15, 8), (4, 4), 6), TTShape((10, 9), (4, 4), 6)]

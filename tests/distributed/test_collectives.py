@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from processes import run as run_processes
+from refusals import refuse
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from comera_rec import TTEmbeddingBag
@@ -66,11 +67,9 @@ def test_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT: launch with torchrun"):
-        join_launched(torch.device("cpu"))
+    refuse("WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT: launch with torchrun", join_launched, torch.device("cpu"))
     monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(ValueError, match="the environment variable WORLD_SIZE is 'two': launch with torchrun, or unset it"):
-        launcher_number("WORLD_SIZE", 1)
+    refuse("the environment variable WORLD_SIZE is 'two': launch with torchrun, or unset it", launcher_number, "WORLD_SIZE", 1)
 
 
 JOIN_AND_LEAVE = """
@@ -111,8 +110,7 @@ def fully_sharded(process_rank: int) -> None:
     warnings.simplefilter("ignore")
     bag = TTEmbeddingBag(1000, 16, tt_ranks=4)
     wrapped = FullyShardedDataParallel(bag, use_orig_params=True, device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match="the table is in a FullyShardedDataParallel, which mixes up the gradients of cores"):
-        wrapped(torch.tensor([[1, 2]]))
+    refuse("the table is in a FullyShardedDataParallel, which mixes up the gradients of cores", wrapped, torch.tensor([[1, 2]]))
 
 
 def test_tables_in_fully_sharded_data_parallel_are_refused() -> None:

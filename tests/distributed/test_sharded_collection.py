@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from processes import run
+from refusals import refuse
 from sharding import shard
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor, PoolingType
@@ -331,8 +332,7 @@ def test_states_that_do_not_fit_an_optimizer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the state lacks 'step' of 'bags\.tt_bags\.two\.core_0': give what optimizer_state"):
         load_optimizer_state_(model, optimizer, {})
     for state in ({}, optimizer_state(model, optimizer)):
-        with pytest.raises(ValueError, match="the Adam has no state yet to load into: let it take a step"):
-            load_optimizer_state_(model, fresh, state)
+        refuse("the Adam has no state yet to load into: let it take a step", load_optimizer_state_, model, fresh, state)
 
 
 BAD_BATCHES = [
@@ -351,8 +351,7 @@ def mistakes(rank: int) -> None:
     model = sharded(Case(MIXED))
     for keys, key, bad, message in BAD_BATCHES:
         lengths = torch.tensor([int(name == key) for name in keys])
-        with pytest.raises(ValueError, match=message):
-            model(KeyedJaggedTensor(keys, torch.tensor([bad]), lengths=lengths))
+        refuse(message, model, KeyedJaggedTensor(keys, torch.tensor([bad]), lengths=lengths))
     strides = [[1], [0], [0], [0], [0]]
     with pytest.raises(ValueError, match="features have different batch sizes: give the KeyedJaggedTensor inverse indices, or"):
         model(KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), lengths=torch.tensor([5]), stride_per_key_per_rank=strides))
@@ -363,8 +362,7 @@ def test_bad_batches_are_named_before_ids_are_sent_and_frozen_tables_stay_frozen
 
 
 def lenient(rank: int) -> None:
-    with pytest.raises(ValueError, match="tables of 'shared' differ in rows"):
-        sharded(Case(MIXED), bounds_check_mode=BoundsCheckMode.IGNORE)
+    refuse("tables of 'shared' differ in rows", sharded, Case(MIXED), bounds_check_mode=BoundsCheckMode.IGNORE)
     configs = [
         Table(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name]) for name, rows in (("tt", 50), ("dense", 9))
     ]

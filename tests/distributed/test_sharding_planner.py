@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from foreign_programs import managed_collisions
 from processes import run
+from refusals import refuse
 from sharding import shard
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -66,12 +67,10 @@ def test_what_is_no_plan_for_tt_tables_is_refused() -> None:
     stock = EmbeddingShardingPlanner(topology=topology, storage_reservation=FixedPercentageStorageReservation(0.15))
     with pytest.raises(PlannerError, match=r"table 'users': none of the sharding types \['column_wise'\] suits a TT table"):
         plan(users, users="column_wise")
-    with pytest.raises(ValueError, match="make the plan with TTShardingPlanner"):
-        stock.plan(users, [sharder])
+    refuse("make the plan with TTShardingPlanner", stock.plan, users, [sharder])
     with pytest.raises(ValueError, match="the TT tables of '0' have no sharder: add TTEmbeddingBagCollectionSharder"):
         cr.TTShardingPlanner(topology).plan(users, get_default_sharders())
-    with pytest.raises(ValueError, match="the enumerator knows no TT tables"):
-        cr.TTShardingPlanner(topology, enumerator=EmbeddingEnumerator(topology, 8))
+    refuse("the enumerator knows no TT tables", cr.TTShardingPlanner, topology, enumerator=EmbeddingEnumerator(topology, 8))
     with pytest.raises(ValueError, match="can't be sharded over groups of processes that are replicas"):
         sharder.shard(users[0], {}, object.__new__(ShardingEnv2D))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from foreign_programs import managed_collisions
+from refusals import refuse
 from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -77,8 +78,7 @@ def test_large_layers_are_tt_layers_and_all_learn(
     ],
 )
 def test_mistakes_are_named(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_model(**arguments)
+    refuse(message, build_model, **arguments)
 
 
 def test_a_cross_network_is_materialized_and_initialized_as_torchrec_does() -> None:
@@ -143,8 +143,7 @@ def test_torch_fx_traces_modules_as_one_call() -> None:
     assert calls == ["bag", "table", "layer"]
     ids = torch.randint(500, (6, 2))
     torch.testing.assert_close(traced(ids), model(ids))
-    with pytest.raises(ValueError, match=r"torch\.fx records a TTLinear as one call: trace a model that contains it"):
-        torch.fx.symbolic_trace(model.layer)
+    refuse(r"torch\.fx records a TTLinear as one call: trace a model that contains it", torch.fx.symbolic_trace, model.layer)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
