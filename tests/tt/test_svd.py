@@ -27,8 +27,8 @@ def unfolding(weight: Tensor, shape: TTShape, k: int) -> Tensor:
 
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.05}
-# Whole; in blocks, by the Gram matrix; and by random subspaces, which are whole for matrices as small as these.
-LIMITS = [{"_WHOLE_LIMIT": 1 << 24}, {"_WHOLE_LIMIT": 0, "_BLOCK": 20}, {"_WHOLE_LIMIT": 0, "_BLOCK": 20, "_EXACT_LIMIT": 0}]
+BLOCKS = {"_WHOLE_LIMIT": 0, "_BLOCK": 20}
+LIMITS = [{"_WHOLE_LIMIT": 1 << 24}, BLOCKS, {**BLOCKS, "_EXACT_LIMIT": 0}]  # whole; by the Gram matrix; by random subspaces
 
 
 @settings(max_examples=150)
@@ -82,31 +82,24 @@ def decaying(row_shape: tuple[int, ...], col_shape: tuple[int, ...], size: int, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("row_shape", "col_shape", "limits"),
+    ("row_shape", "limits"),
     [
-        ((40, 60), (4, 4), {}),
-        ((300, 320), (4, 4), {}),  # both sides of the unfolding are longer than 1024
-        ((40, 60), (4, 4), {"_WHOLE_LIMIT": 100, "_BLOCK": 7777}),  # in blocks, by the Gram matrix
-        ((40, 60), (4, 4), {"_WHOLE_LIMIT": 100, "_BLOCK": 7777, "_EXACT_LIMIT": 100}),  # in blocks, by random subspaces
-        ((40, 3, 60), (4, 1, 4), {"_EXACT_LIMIT": 100}),  # also the second unfolding, 192 x 240
+        *(((40, 60), limits) for limits in LIMITS),
+        ((300, 320), LIMITS[0]),  # both sides of the unfolding are longer than 1024
+        ((40, 3, 60), {"_EXACT_LIMIT": 100}),  # also the second unfolding, 192 x 240
     ],
-    ids=["exact", "random", "blocks of the Gram matrix", "blocks of random subspaces", "three cores"],
 )
 def test_a_small_tolerance_gives_the_smallest_sufficient_ranks(
-    row_shape: tuple[int, ...],
-    col_shape: tuple[int, ...],
-    limits: dict[str, int],
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    row_shape: tuple[int, ...], limits: dict[str, int], dtype: torch.dtype
 ) -> None:
-    for name, value in limits.items():
-        monkeypatch.setattr(svd, name, value)
+    col_shape = tuple(4 if mode > 3 else 1 for mode in row_shape)
     rtol, shape = 1e-4, TTShape(row_shape, col_shape, 64)
     weight, spectrum = decaying(row_shape, col_shape, 64, dtype)
     tails = spectrum.flip(0).square().cumsum(0).sqrt().flip(0)  # errors when keeping 0, 1, ... ranks
     suffice = int((tails > rtol / (shape.order - 1) ** 0.5 * spectrum.norm()).sum())
     assert 20 < suffice < 30
-    cores = tt_svd(weight, shape, rtol=rtol)
+    with patch.multiple(svd, **limits):
+        cores = tt_svd(weight, shape, rtol=rtol)
     assert {core.dtype for core in cores} == {dtype}
     assert max(core.shape[-1] for core in cores) <= suffice
     dense = tt_to_dense(cores, shape.with_ranks([core.shape[-1] for core in cores[:-1]]))
@@ -127,9 +120,9 @@ def test_tt_svd_names_what_is_wrong(weight: Tensor, rtol: float, message: str) -
         tt_svd(weight, TTShape((3, 4), (2, 2), 2), rtol=rtol)
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("columns", [13, 16])
-def test_errors_of_important_rows_weigh_more(blocks: bool, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_important_rows_weigh_more(limits: dict[str, int], columns: int) -> None:
     """At order 2 the optimum is known: that of the matrix with scaled rows."""
     shape = TTShape((40, 30), (4, 4), 8)
     weight = torch.randn(1190, columns)  # the last leading digit has fewer rows
@@ -138,10 +131,8 @@ def test_errors_of_important_rows_weigh_more(blocks: bool, columns: int, monkeyp
     means = torch.nn.functional.pad(importance, (0, 10)).view(40, 30).mean(1)
     scale = means.clamp_min(1e-3 * means.mean()).sqrt().repeat_interleave(30)[:1190, None]
     best, expected = tt_svd_spectra(scale * weight, shape)
-    if blocks:
-        monkeypatch.setattr(svd, "_WHOLE_LIMIT", 100)
-        monkeypatch.setattr(svd, "_BLOCK", 777)
-    cores, spectra = tt_svd_spectra(weight, shape, importance=importance)
+    with patch.multiple(svd, **limits):
+        cores, spectra = tt_svd_spectra(weight, shape, importance=importance)
     torch.testing.assert_close(spectra[0], expected[0], rtol=0.02, atol=0)
     error = (scale * (tt_to_dense(cores, shape)[:1190, :columns] - weight)).norm()
     least = (tt_to_dense(best, shape)[:1190, :columns] - scale * weight).norm()
