@@ -1,4 +1,4 @@
-"""Scores of whole data sets; the commands of docs/guides/serving.md run, and containers start that server."""
+"""Scores of whole data sets; the commands of docs/guides/serving.md run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from refusals import refuse
 from warm_command import run_commands
 
-from comera_rec.cli.serve import serve
 from comera_rec.serving.package import ServingModel
 from comera_rec.serving.score import ScoreOptions, flat_rows, score
-from comera_rec.serving.server import ServeOptions, Server
 from data_pipeline.manifest import read_manifest
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
@@ -138,16 +134,3 @@ def test_commands_run(trained: Path, model: Path, tmp_path: Path, tmp_path_facto
     assert '"platform":"torch_aoti"' in printed
     assert "comera_requests_total" in printed
     assert (tmp_path / "today" / "manifest.json").exists()
-
-
-def test_container_and_deployment_start_the_same_server_and_probe_its_routes(package: Callable[[str], Path]) -> None:
-    folder = ROOT / "examples" / "container"
-    (arguments,) = (json.loads(line) for line in re.findall(r"(?m)^CMD (.*)$", (folder / "Dockerfile").read_text()))
-    deployment, _ = yaml.safe_load_all((folder / "kubernetes.yaml").read_text())
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    given = serve.make_context("serve", [*arguments]).params
-    assert container["args"] == arguments
-    assert container["ports"][0]["containerPort"] == given["port"]
-    server = Server(ServeOptions(**given | {"model": package("portable")}))
-    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
-    assert {probe["path"] for probe in probes} <= server._routes.keys()
