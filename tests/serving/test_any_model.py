@@ -250,7 +250,8 @@ def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool, random
     sizes = {name: {"name": name, "embedding_dim": dim, "feature_names": used} for name, (dim, used) in tables.items()}
     bags = EmbeddingBagCollection([EmbeddingBagConfig(num_embeddings=50, **each) for each in sizes.values()], is_weighted)
     bags = cr.compress_(bags, tables=cr.TableCompression(tt_ranks=2, min_rows=0)) if is_weighted else bags
-    rows = EmbeddingCollection([EmbeddingConfig(num_embeddings=50, **each) for each in sizes.values() if each["name"] != "narrow"])
+    configs = [EmbeddingConfig(num_embeddings=50, **each) for each in sizes.values() if each["name"] != "narrow"]
+    rows = EmbeddingCollection(configs, need_indices=is_weighted)
     batch = random_jagged(limits, 6, weighted=is_weighted)
     served, _ = serving_copy(bags, {"features": batch}, form, "float32")
     torch.testing.assert_close(served(batch).to_dict(), bags(batch).to_dict())
@@ -259,6 +260,7 @@ def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool, random
     for name, found in served(batch).items():
         torch.testing.assert_close(found.values(), expected[name].values())
         assert found.lengths().equal(expected[name].lengths())
+        assert not is_weighted or found.weights().equal(expected[name].weights()), "ids"
 
 
 aten = torch.ops.aten
@@ -308,15 +310,17 @@ def test_onnxruntime_gives_the_models_numbers(name: str, dtype: str, atol: float
 
 
 class Weighted(nn.Module):
-    """Weighted bags of some of a batch's features, in another order; rows of a table with padding, a list and an option."""
+    """Weighted bags of some of a batch's features, in another order; standalone tables, a list and an option."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bags = cr.compress_(EmbeddingBagCollection(tables("place", "day", "user"), is_weighted=True), tables=CONFIG)
-        self.table = cr.TTEmbedding(60, DIM, tt_ranks=2, padding_idx=0)
+        self.table, self.bag = cr.TTEmbedding(60, DIM, tt_ranks=2, padding_idx=0), cr.TTEmbeddingBag(60, DIM, mode="mean")
+        self.same_table = self.table
 
     def forward(self, sparse: KeyedJaggedTensor, ids: list[Tensor], *, scale: float) -> Any:
-        return {"bags": self.bags(sparse) if scale else None, "single": (scale * self.table(ids[0]),)}
+        rows = scale * self.table(ids[0]) + self.same_table(ids[0])
+        return {"bags": self.bags(sparse) if scale else None, "single": (rows, self.bag(ids[0]))}
 
 
 def test_weights_lists_and_empty_bags(tmp_path: Path) -> None:
@@ -331,7 +335,7 @@ def test_weights_lists_and_empty_bags(tmp_path: Path) -> None:
     others = [arguments(*sizes) for sizes in ((4, 1), (1, 0), (1, 1), (2, 1), (5, 3))]
     metadata = compare_with_onnxruntime(Weighted(), arguments(3, 2), others, tmp_path / "model.onnx")
     assert metadata.names == ["values", "lengths", "weights", "ids.0"]
-    assert [output.name for output in metadata.outputs] == ["bags", "single.0"]
+    assert [output.name for output in metadata.outputs] == ["bags", "single.0", "single.1"]
     assert metadata.inputs[0].keys == {"day": 7, "item": None, "place": 70, "user": 120}
 
 
