@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from warm_command import run_commands
+from page_commands import run_commands
 
 from data_pipeline.manifest import read_manifest
 
@@ -28,14 +28,14 @@ def test_snippets_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert "| 624,039 |" in printed
 
 
-def test_commands_of_the_quickstart(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    printed = run_commands(PAGES["docs/start/quickstart.md"], tmp_path, tmp_path_factory.mktemp("bin"))
+def test_commands_of_the_quickstart(tmp_path: Path) -> None:
+    printed = run_commands(PAGES["docs/start/quickstart.md"], tmp_path)
     assert (tmp_path / "report.html").exists()
     assert '"ne"' in printed.splitlines()[-1]
 
 
-def test_commands_for_your_logs(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    printed = run_commands(PAGES["docs/guides/your-logs.md"], tmp_path, tmp_path_factory.mktemp("bin"))
+def test_commands_for_your_logs(tmp_path: Path) -> None:
+    printed = run_commands(PAGES["docs/guides/your-logs.md"], tmp_path)
     assert (tmp_path / "run" / "report.html").exists()
     assert (tmp_path / "run-2" / "report.html").exists()
     assert "extended matches its manifest: 500 rows" in printed

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from page_commands import run_commands
 from refusals import refuse
-from warm_command import run_commands
 
 from comera_rec.serving.package import ServingModel
 from comera_rec.serving.score import ScoreOptions, flat_rows, score
@@ -110,7 +110,7 @@ def test_new_days(model: Path, data: Path, tmp_path: Path) -> None:
 ROOT = Path(__file__).parents[2]
 
 
-def test_commands_run(trained: Path, model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_commands_run(trained: Path, model: Path, tmp_path: Path) -> None:
     if not shutil.which("curl"):
         pytest.skip("curl is not installed")
     (tmp_path / "runs").mkdir()
@@ -125,8 +125,7 @@ def test_commands_run(trained: Path, model: Path, tmp_path: Path, tmp_path_facto
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     export = "comera export --checkpoint runs/compressed --output model.pt2"  # as the fixture did
-    page, programs = ROOT / "docs" / "guides" / "serving.md", tmp_path_factory.mktemp("bin")
-    printed = run_commands(page, tmp_path, programs, port=port, without=export)
+    printed = run_commands(ROOT / "docs" / "guides" / "serving.md", tmp_path, port=port, without=export)
     assert len(pq.read_table(tmp_path / "scores.parquet")) == 4000
     answers = re.findall(r'\{"scores":.*?\}', printed)
     assert len(answers) == 1
