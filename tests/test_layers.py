@@ -94,23 +94,6 @@ def test_only_their_tests_import_benchmarks_and_examples() -> None:
             assert imported & {"benchmarks", "examples"} <= {allowed}, file
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "is_violation"),
-    [
-        ("comera_rec/nn/x.py", "from comera_rec.rank import truncate_ranks_", True),
-        ("comera_rec/nn/x.py", "import comera_rec", True),
-        ("comera_rec/rank/x.py", "from torchrec import EmbeddingBagCollection", True),
-        ("comera_rec/tt/x.py", "def f():\n    import numpy", True),
-        ("data_pipeline/x.py", "from comera_rec.tt import TTShape", True),
-        ("comera_rec/convert/x.py", "from data_pipeline.manifest import Manifest", True),
-        ("comera_rec/nn/x.py", "from comera_rec.ops import tt_rows", False),
-        ("comera_rec/ops/x.py", "def f():\n    import triton", False),
-    ],
-)
-def test_violations_are_detected(file: str, line: str, is_violation: bool) -> None:
-    assert bool(violations(ROOT / file, ast.parse(line))) is is_violation
-
-
 def modules() -> list[str]:
     packages = [comera_rec, data_pipeline]
     return [info.name for package in packages for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]

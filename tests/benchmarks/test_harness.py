@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
@@ -19,22 +16,15 @@ from refusals import refuse
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, chosen, measure_case
-from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
 from benchmarks.harness.rows import Row, read_rows, writing_rows
 from benchmarks.harness.timing import Plan, alternate
 from benchmarks.harness.trainings import Trained, at_best_rate, best_rate, train_all
 from benchmarks.linear import LinearCase
 from benchmarks.lookup.tables import FBGEMM, ON_CPU, OURS, TT, LookupCase, LookupWorkload
-from benchmarks.preprocess import require_equal_data
-from benchmarks.preprocess_rivals import preprocess_with_pandas
 from benchmarks.run import BENCHMARKS, RESUMABLE, run
 from comera_rec.cli.errors import run_command
-from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.synth import SynthOptions, synth
 
 SMALL_LINEAR = LinearCase(batch=6, in_features=17, out_features=12, rank=3)
-
-needs_peak = pytest.mark.skipif(not memory_is_measurable("cpu"), reason="the peak of resident memory can't be reset on this system")
 
 
 @pytest.fixture
@@ -94,16 +84,6 @@ class TestTiming:
         assert gc.isenabled()
         assert {name: len(values) for name, values in samples.items()} == {"A": 3, "B": 3, "C": 3}
 
-    def test_the_given_clock_measures_milliseconds_until_time_is_up(self) -> None:
-        now = 0.0
-
-        def spend(turn: int) -> None:
-            nonlocal now
-            now += 0.5
-
-        samples = alternate({"A": spend}, Plan(warmup=0, min_rounds=2, max_rounds=99, seconds=2.0), clock=lambda: now)
-        assert samples == {"A": [500.0] * 4}
-
 
 REFERENCE = {"output": torch.ones(3, dtype=torch.float64), "gradient": torch.arange(3, dtype=torch.float64)}
 
@@ -122,18 +102,6 @@ class TestAgreement:
     def test_wrong_values_do_not_pass(self, outcome: dict[str, torch.Tensor], message: str) -> None:
         with pytest.raises(Disagreement, match=message):
             require_agreement(REFERENCE, {"good": {"output": torch.ones(3)}, "bad": outcome})
-
-
-@needs_peak
-@pytest.mark.parametrize("allocate", [lambda mib: np.ones(mib << 17), lambda mib: torch.ones(mib << 18)])  # 8 and 4 bytes each
-def test_native_allocations_of_known_size_are_seen_every_time(allocate: Callable[[int], object]) -> None:
-    def three_times() -> None:
-        for _ in range(3):  # each is freed before the next, so the peak is one of them
-            allocate(64)
-
-    three_times()
-    assert peak_extra_memory(three_times) == pytest.approx([64.0, 64.0], abs=3.0)
-    assert peak_extra_memory(lambda: allocate(128)) == pytest.approx([128.0, 128.0], abs=3.0)
 
 
 def test_cases_are_chosen_by_their_sizes() -> None:
@@ -253,16 +221,3 @@ def test_a_wrong_slice_or_row_is_caught() -> None:
 
     with pytest.raises(Disagreement, match="FBGEMM: output is off"):
         measure_case("lookup", replace(SMALL, providers=(FBGEMM, OURS)), OneWrong, FEW)
-
-
-def test_preprocessing_equals_a_pandas_script(tmp_path: Path) -> None:
-    log, ours, rival = (tmp_path / name for name in ("log.txt", "ours", "pandas"))
-    synth(SynthOptions(rows=5000, output=log, scale=0.01))
-    preprocess(PreprocessOptions(inputs=(log,), output=ours, part_bytes=300_000))
-    preprocess_with_pandas(log, rival)
-    require_equal_data(ours, rival)
-    changed = pd.read_parquet(rival / "val.parquet")
-    changed.loc[3, "C1"] += 1
-    changed.to_parquet(rival / "val.parquet")
-    with pytest.raises(Disagreement, match="val of comera-rec and pandas differ"):
-        require_equal_data(ours, rival)

@@ -13,7 +13,7 @@ import torch
 
 from comera_rec.cli.errors import run_command
 from examples import classify_text, next_item, pretrain_code
-from examples.text import CLS, MASK, PAD, SEP, SPECIAL, TextBatch, batches_of, byte_pairs, word_pieces
+from examples.text import CLS, MASK, PAD, SEP, SPECIAL, TextBatch, batches_of
 
 TINY = [
     "model.embed_dim=16", "model.num_layers=1", "model.num_heads=2", "model.ff_dim=32", "model.max_length=24", "model.dropout=0.0",
@@ -83,16 +83,6 @@ def test_pretraining_on_code_in_two_phases(tmp_path: Path, run: Run) -> None:
     assert "400 tokens" in out
 
 
-def test_nested_functions_and_methods_are_found(tmp_path: Path) -> None:
-    file = tmp_path / "code.py"
-    file.write_text("def f(x):\n    return x\n\nclass C:\n    async def g(self):\n        def h(): pass\n")
-    assert sorted(pretrain_code.functions_of(file)) == [
-        "        def h(): pass\n", "    async def g(self):\n        def h(): pass\n", "def f(x):\n    return x\n"
-    ]  # fmt: skip
-    file.write_bytes(b"def broken(:\n")
-    assert list(pretrain_code.functions_of(file)) == []
-
-
 def test_the_right_fraction_of_tokens_is_masked_and_no_special_token() -> None:
     ids = torch.randint(len(SPECIAL), 1000, (200, 50))
     ids[:, 0], ids[:, -1] = CLS, PAD
@@ -123,17 +113,6 @@ def test_batches_hold_every_sequence_once_and_little_padding() -> None:
         assert padded < 1.15 * sum(map(len, sequences))
     one, other = ([batch.ids.shape for batch in batches_of(sequences, None, 16, seed)] for seed in (3, 4))
     assert one != other
-
-
-def test_tokenizers_frame_and_truncate() -> None:
-    words = word_pieces(["Good films are good"] * 3, 60, 6)
-    assert words.encode("good").ids == words.encode("GOOD").ids
-    assert words.encode("good").tokens == ["[CLS]", "good", "[SEP]"]
-    assert words.encode("good", "films").tokens == ["[CLS]", "good", "[SEP]", "films", "[SEP]"]
-    assert len(words.encode("good films are good good films").ids) == 6
-    source = "def f(x):\n\treturn  x"
-    code = byte_pairs([source], 300, 99)
-    assert code.decode(code.encode(source).ids) == source
 
 
 def refusal(run: Run, command: click.Command, *arguments: str) -> str:
