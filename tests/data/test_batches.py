@@ -393,4 +393,5 @@ class TestBadInput:
         other = ParquetBatches(data, "train", batch_size=9)
         refuse("cannot resume the batches: batch_size was 8, not 9; set it back", other.load_state_dict, batches.state_dict())
         loader = DataLoader(ParquetBatches(data, "val", batch_size=15, epochs=None, drop_last=True), batch_size=None, num_workers=2)
-        refuse("batch_size 15 on 2 readers doesn't divide 20 rows into equal batches", next, iter(loader))
+        with pytest.raises(ValueError, match="batch_size 15 on 2 readers doesn't divide 20 rows into equal batches"):
+            next(iter(loader))

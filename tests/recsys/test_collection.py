@@ -264,7 +264,7 @@ def test_reset_redraws_every_table_also_from_the_meta_device(random_jagged: Make
     ],
 )
 def test_invalid_collections_are_refused(make: Callable[[], list[EmbeddingBagConfig]], message: str) -> None:
-    refuse(message, TTEmbeddingBagCollection, make())
+    refuse(message, lambda: TTEmbeddingBagCollection(make()))
 
 
 @pytest.mark.parametrize("pooled", [True, False])
@@ -381,31 +381,6 @@ def test_swapped_into_a_model(init: str, random_jagged: MakeJagged) -> None:
     assert error < 0.9 if init == "tt_svd" else error > 1.2
     features = random_jagged(ROWS, 4)
     assert_same_rows(swapped(features), export_dense(model)["sequences"](features))
-
-
-class Rows(nn.Module):
-    """Rows of two features from plain tensors, as exported programs take them."""
-
-    def __init__(self, tables: nn.Module) -> None:
-        super().__init__()
-        self.tables = tables
-
-    def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
-        rows = self.tables(KeyedJaggedTensor(["a", "b"], values, lengths=lengths))
-        return [rows["a"].values(), rows["b"].values()]
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_an_exported_collection_takes_sequences_of_any_length(strict: bool) -> None:
-    tables = [
-        cr.TTEmbeddingConfig(name=name, num_embeddings=500, embedding_dim=8, feature_names=[name], tt_ranks=4) for name in "ab"
-    ]
-    model, any_size = Rows(cr.TTEmbeddingCollection(tables)), {0: torch.export.Dim.AUTO}
-    lengths = torch.tensor([2, 0, 3, 1, 1, 2])
-    exported = torch.export.export(model, (torch.arange(9), lengths), dynamic_shapes=(any_size, any_size), strict=strict).module()
-    for lengths in (torch.tensor([0, 0, 1, 4, 1, 3]), torch.tensor([5, 0, 1, 400, 1, 2, 0, 9])):
-        values = torch.arange(int(lengths.sum()))
-        torch.testing.assert_close(exported(values, lengths), model(values, lengths))
 
 
 def test_traced_and_truncated(random_jagged: MakeJagged) -> None:
