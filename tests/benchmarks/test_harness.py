@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,23 +157,6 @@ def test_other_seeds_use_the_best_rate_and_finished_runs_are_not_repeated() -> N
     assert best_rate(rows, {"method": "c", "dim": 4}) is None
     assert trained(list(rows)) == []
     assert trained(rows[:5], method="b|c") == [("b", 0.05, 1), ("b", 0.05, 2)]
-
-
-@pytest.mark.parametrize(("best", "further"), [(0.01, set()), (0.03, {0.1}), (0.001, {0.001, 0.0003}), (3.0, {0.1, 0.3, 1.0})])
-def test_rates_are_tried_until_the_best_lies_inside(best: float, further: set[float]) -> None:
-    def train(shapes: dict[str, Any], seed: int) -> Trained:
-        return 1.0, {"val_ne": abs(math.log(shapes["lr"] / best))}
-
-    rows: list[Row] = []
-    cases = [({"method": "dense"}, (0.003, 0.01, 0.03))]
-    list(train_all("quality", cases, train, Settings(), rows, more_rates=(0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)))
-    assert {row.shapes["lr"] for row in rows if row.seed == 0} == {0.003, 0.01, 0.03, *further}
-    assert {row.shapes["lr"] for row in rows if row.seed > 0} == {min(best, 1.0)}
-
-
-def test_an_impossible_case_is_left_out() -> None:
-    rows: list[Row] = []
-    assert list(train_all("dlrm", CASES, lambda shapes, seed: None, Settings(), rows)) == rows == []
 
 
 FAST = ("linear", "transformer")

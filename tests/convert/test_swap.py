@@ -131,14 +131,6 @@ def test_tables_that_share_their_weight_stay_dense(caplog: pytest.LogCaptureFixt
     assert caplog.messages[4] == "t_item: 300 x 16, ranks (4,)"
 
 
-def test_filter_fn_chooses_by_module_and_name() -> None:
-    model = Nested()
-    compress_(model, tables=TABLES, filter_fn=lambda module, name: name.startswith("towers.right"))
-    assert swapped_names(model) == ["towers.right.0"]
-    compress_(model, tables=TABLES)  # the rest, later
-    assert swapped_names(model) == ["sparse", "towers.left.0", "towers.right.0"]
-
-
 @pytest.mark.parametrize("order", [2, 3, 4])
 def test_tt_svd_at_full_rank_keeps_the_outputs(order: int, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = collection()

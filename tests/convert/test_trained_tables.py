@@ -205,17 +205,6 @@ def test_no_other_ranks_are_better_by_more_than_the_last_rank() -> None:
     assert error <= 1.05 * best
 
 
-@pytest.mark.parametrize("order", [3, 4])
-def test_errors_of_higher_orders_are_at_most_the_sum_of_the_truncations(order: int) -> None:
-    shape = TTShape.for_table(120, 16, tt_ranks=6, order=order)
-    weight = torch.randn(120, 16, dtype=torch.float64)
-    (full,) = fit([weight], [shape.with_ranks(16)], 10**9)
-    (cut,) = fit([weight], [shape.with_ranks(16)], 400)
-    errors = [float((table.dense_matrix() - weight).norm()) for table in (full, cut)]
-    assert cut.shape.num_params <= 400 < full.shape.num_params
-    assert errors[0] < errors[1] <= float(weight.norm())
-
-
 def error_of_table(table: TTEmbeddingBag, weight: Tensor, importance: Tensor) -> float:
     return float((importance[:, None] * (table.dense_matrix() - weight).square()).sum())
 

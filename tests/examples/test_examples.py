@@ -13,7 +13,7 @@ import torch
 
 from comera_rec.cli.errors import run_command
 from examples import classify_text, next_item, pretrain_code
-from examples.text import CLS, MASK, PAD, SEP, SPECIAL, TextBatch, batches_of
+from examples.text import PAD, batches_of
 
 TINY = [
     "model.embed_dim=16", "model.num_layers=1", "model.num_heads=2", "model.ff_dim=32", "model.max_length=24", "model.dropout=0.0",
@@ -81,22 +81,6 @@ def test_pretraining_on_code_in_two_phases(tmp_path: Path, run: Run) -> None:
     assert metrics["loss"] < math.log(400) - 0.5
     assert metrics["rank_history"][-1]["stage"] == "done"
     assert "400 tokens" in out
-
-
-def test_the_right_fraction_of_tokens_is_masked_and_no_special_token() -> None:
-    ids = torch.randint(len(SPECIAL), 1000, (200, 50))
-    ids[:, 0], ids[:, -1] = CLS, PAD
-    batch = TextBatch(ids, ids == PAD, None)
-    masked, chosen = pretrain_code.mask_tokens(batch, 0.15, 1000, torch.Generator().manual_seed(0))
-    assert not chosen[:, [0, -1]].any()
-    assert torch.equal(masked.ids[~chosen], ids[~chosen])
-    num_ordinary = ids[:, 1:-1].numel()
-    assert int(chosen.sum()) / num_ordinary == pytest.approx(0.15, abs=0.02)
-    masked_ids = masked.ids[chosen]
-    assert float((masked_ids == MASK).double().mean()) == pytest.approx(0.8, abs=0.05)
-    assert float((masked_ids == ids[chosen]).double().mean()) == pytest.approx(0.1, abs=0.05)
-    one = TextBatch(torch.tensor([[CLS, 9, SEP]]), None, None)
-    assert pretrain_code.mask_tokens(one, 1e-9, 1000, torch.Generator().manual_seed(0))[1].sum() == 1
 
 
 def test_batches_hold_every_sequence_once_and_little_padding() -> None:

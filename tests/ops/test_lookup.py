@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from bag_tables import pool_arguments
+from bag_tables import every_order, pool_arguments
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,7 +27,6 @@ BY_ORDER = {
     3: TTShape((5, 4, 3), (2, 3, 2), (4, 3)),
     4: TTShape((3, 4, 2, 3), (2, 1, 2, 3), (3, 5, 2)),
 }
-every_order = pytest.mark.parametrize("order", [2, 3, 4])
 CPU = torch.device("cpu")
 
 
@@ -141,18 +140,6 @@ def look_up(impl: str = "auto", dtype: torch.dtype = torch.float32) -> list[Tens
     return results
 
 
-def look_up_by_module() -> list[Tensor]:
-    """The same by a module, which computes on its parameters' device and in their type."""
-    shape = BY_ORDER[3]
-    bag = TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, device=CPU, dtype=torch.float32)
-    with torch.no_grad():
-        for k, parameter in enumerate(bag.parameters()):
-            parameter.copy_(torch.linspace(-1, k, parameter.numel(), device=CPU, dtype=torch.float32).view(parameter.shape))
-    batch = [torch.tensor(values, device=CPU, dtype=torch.int64) for values in ([3, 11, 3, 0, 17, 5, 5], [0, 2, 2, 6])]
-    out = bag(*batch)
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), list(bag.parameters()))]
-
-
 DEFAULTS: dict[str, Callable[[], object]] = {
     "bfloat16": lambda: torch.set_default_dtype(torch.bfloat16),
     "float64": lambda: torch.set_default_dtype(torch.float64),
@@ -174,7 +161,7 @@ def run_in_separate_processes(folder: Path) -> None:
         if os.fork() == 0:
             try:
                 change()
-                actual = {"results": [*look_up(), *look_up_by_module()], "cpu": torch.ops.comera_rec.cpu()}
+                actual = {"results": look_up(), "cpu": torch.ops.comera_rec.cpu()}
             except Exception as error:
                 actual = {"error": repr(error)}
             torch.set_default_device(CPU)
@@ -196,8 +183,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
 def test_defaults_do_not_matter(name: str, processes: Callable[[str], dict[str, Any]]) -> None:
     outcome = processes(name)
     assert "error" not in outcome, outcome["error"]
-    expected = [*look_up(), *look_up_by_module()]
-    for tensor, same in zip(outcome["results"], expected, strict=True):
+    for tensor, same in zip(outcome["results"], look_up(), strict=True):
         assert tensor.dtype == same.dtype
         assert torch.equal(tensor, same)
 
@@ -209,10 +195,7 @@ def test_every_processors_kernels(name: str, processes: Callable[[str], dict[str
         assert f"COMERA_CPU is '{name}', which this machine doesn't run: choose portable, avx2 or avx512" in outcome["error"]
         pytest.skip(f"this machine runs {here} at best")
     assert outcome["cpu"] == name
-    actual = [tensor for tensor in outcome["results"] if tensor.is_floating_point()]
-    expected = look_up("reference", torch.float64)
-    assert len(actual) == len(expected) + len(look_up_by_module())
-    assert_near(actual[: len(expected)], expected)
+    assert_near([tensor for tensor in outcome["results"] if tensor.is_floating_point()], look_up("reference", torch.float64))
 
 
 def test_an_unknown_processor_is_refused(processes: Callable[[str], dict[str, Any]]) -> None:

@@ -80,11 +80,6 @@ def assert_same_as_dense(tables: list[EmbeddingBagConfig], features: KeyedJagged
     return actual.values()
 
 
-def test_a_weighted_collection_needs_weights(random_jagged: MakeJagged) -> None:
-    with pytest.raises(Exception, match=r"[Ww]eights"):
-        TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4)], is_weighted=True)(random_jagged({"f": 101}, 9))
-
-
 def test_weights_keep_their_precision_beside_16_bit_tables() -> None:
     collection = TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4, data_type=DataType.BF16)], is_weighted=True)
     weights = torch.tensor([1.0 + 2**-10, -1.0])  # in bfloat16 they would cancel out
@@ -96,19 +91,6 @@ def test_weights_keep_their_precision_beside_16_bit_tables() -> None:
 def grouped(collection: TTEmbeddingBagCollection) -> list[list[str]]:
     """Names of the tables that share a lookup."""
     return [list(lookup.tables) for lookup in collection._lookups()]
-
-
-def test_tables_still_share_a_lookup_after_their_ranks_change(random_jagged: MakeJagged) -> None:
-    tables = [table(name, [name], rows=rows, tt_ranks=4) for name, rows in (("a", 101), ("b", 211), ("c", 57))]
-    collection, features = TTEmbeddingBagCollection(tables), random_jagged(limits(tables), 9)
-    with torch.no_grad():
-        collection.tt_bag("b").rank_1[1:3] = 0.0
-        collection.tt_bag("c").rank_1.zero_()
-    before = collection(features).values()
-    truncate_ranks_(collection, threshold=0.1)
-    assert [collection.tt_bag(name).shape.ranks for name in "abc"] == [(4,), (2,), (0,)]
-    torch.testing.assert_close(collection(features).values(), before)
-    assert grouped(collection) == [["a", "b", "c"]]
 
 
 def test_tables_of_any_ranks_share_a_lookup_on_cpu_and_of_equal_ranks_elsewhere() -> None:
@@ -302,10 +284,6 @@ def sequences(**large: object) -> list[EmbeddingConfig]:
     ]
 
 
-def dense_configs() -> list[EmbeddingConfig]:
-    return [config.dense() if isinstance(config, cr.TTEmbeddingConfig) else config for config in sequences()]
-
-
 def assert_same_rows(actual: dict[str, JaggedTensor], expected: dict[str, JaggedTensor]) -> None:
     assert list(actual) == list(expected)
     for key, rows in expected.items():
@@ -366,7 +344,8 @@ def test_invalid_sequences_are_refused(tables: list[EmbeddingConfig], message: s
 
 @pytest.mark.parametrize("init", ["random", "tt_svd"])
 def test_swapped_into_a_model(init: str, random_jagged: MakeJagged) -> None:
-    plain = EmbeddingCollection(dense_configs()[:2], use_gather_select=True)
+    products, sites, _ = sequences()
+    plain = EmbeddingCollection([products.dense(), sites], use_gather_select=True)  # type: ignore[attr-defined]
     model = nn.ModuleDict({"sequences": plain})
     small, large = plain.embeddings["sites"].weight, plain.embeddings["products"].weight.detach()
     compress_(model, tables=TableCompression(tt_ranks=40, min_rows=100), init=init)
