@@ -190,18 +190,19 @@ def state_of(num_rows: int, num_cols: int, *modes_and_ranks: tuple[int, ...]) ->
     return build((num_rows, num_cols, TTShape(*modes_and_ranks))).state_dict()
 
 
+def without(state: dict[str, Tensor], gone: str) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if name != gone}
+
+
 MORE = state_of(101, 11, (7, 5, 3, 1), (3, 2, 2, 1), (2, 5, 1))  # the first three of its cores would fit
 SPOILED: list[tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = [
     (
-        lambda state: {name: value for name, value in state.items() if name != "rank_1"},
-        "user: a TTEmbeddingBag loads all of its tensors or none, and the state dict lacks rank_1: complete it",
+        lambda state: without(state, "rank_1"),
+        "user: a TTEmbeddingBag loads all of its tensors or none, and the state dict lacks rank_1",
     ),
     (lambda state: state_of(101, 11, (7, 3, 5), (3, 2, 2), (2, 5)), "size mismatch"),
     (lambda state: state_of(35, 6, (7, 5), (3, 2), (4,)), "lacks core_2, rank_2"),
-    (
-        lambda state: {name: value for name, value in MORE.items() if name != "rank_3"},
-        "has more than 3 cores: load one of a module of the same modes",
-    ),
+    (lambda state: without(MORE, "rank_3"), "has more than 3 cores: load one of a module of the same modes"),
     (lambda state: {name: value.to("meta") for name, value in state.items()}, "is on the meta device, without values: load one"),
     (lambda state: {**state, "rank_2": torch.ones(4)}, "size mismatch"),
     (lambda state: {**state, "core_2": torch.ones(4, 3, 2, 1)}, "size mismatch"),

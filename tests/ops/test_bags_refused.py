@@ -33,8 +33,8 @@ def test_offsets_that_do_not_ascend_are_refused(impl: str, offsets: list[int], m
 def test_modes_and_weights_that_do_not_fit_are_refused(impl: str) -> None:
     tables, ids, offsets = make_tables([(5, 4)], (2, 3), (2,)), [torch.tensor([3, 4, 3])], torch.tensor([0, 3])
     refuse("mode", pool, tables, ids, offsets, mode="median", impl=impl)
-    with pytest.raises(ValueError, match="there are 2 per_sample_weights for 3 ids: give one for each"):
-        pool(tables, ids, offsets, per_sample_weights=torch.ones(2), impl=impl)
+    few = torch.ones(2)
+    refuse("2 per_sample_weights for 3 ids: give one for each", pool, tables, ids, offsets, per_sample_weights=few, impl=impl)
     for mode in ("mean", "max"):
         with pytest.raises(NotImplementedError, match=f"per_sample_weights need mode 'sum', not '{mode}': drop them"):
             pool(tables, ids, offsets, per_sample_weights=torch.ones(3), mode=mode, impl=impl)
@@ -47,9 +47,10 @@ def test_modes_and_weights_that_do_not_fit_are_refused(impl: str) -> None:
 @pytest.mark.parametrize("mode", ["sum", "max"])
 def test_a_plan_for_other_tables_is_refused(mode: str, row_shapes: list[tuple[int, ...]]) -> None:
     tables = make_tables([(5, 4), (2, 5)], (2, 3), (2,))
+    features = len(row_shapes)
     plan = plan_lookup([torch.tensor([2, 3]) for _ in row_shapes], row_shapes)
-    with pytest.raises(ValueError, match=r"cores.* but the plan is for"):
-        pool(tables, [], torch.arange(2 * len(row_shapes) + 1), plan=plan, mode=mode, features=len(row_shapes))
+    arguments = {"plan": plan, "mode": mode, "features": features}
+    refuse("cores.* but the plan is for", pool, tables, [], torch.arange(2 * features + 1), **arguments)
 
 
 def put(sequence: list[Tensor], k: int, tensor: Tensor) -> list[Tensor]:
@@ -229,5 +230,4 @@ def test_what_auto_stands_for_and_implementations_that_cannot_run(monkeypatch: p
     assert resolve_bags_impl("auto", cuda, torch.float64, 2) == "reference"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert resolve_bags_impl("auto", cuda, torch.float32, 2) == "reference"
-    with pytest.raises(ValueError, match=r"triton is not installed: install it \(pip install triton\) or choose 'auto'"):
-        resolve_bags_impl("triton", cuda, torch.float32, 2)
+    refuse(r"triton is not installed: install it \(pip install triton\) or", resolve_bags_impl, "triton", cuda, torch.float32, 2)

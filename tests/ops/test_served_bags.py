@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from refusals import refuse
 from torch import Tensor
 
 from comera_rec.ops.served_bags import Packed, ServedTable, Slab, pack, served_bags
@@ -123,8 +124,7 @@ def packed() -> Packed:
     ],
 )
 def test_bad_requests(packed: Packed, values: list[int], lengths: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        served_bags(packed, torch.tensor(values), torch.tensor(lengths), 64)
+    refuse(message, served_bags, packed, torch.tensor(values), torch.tensor(lengths), 64)
 
 
 def test_random_layouts_never_read_outside_the_storage(packed: Packed) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuse
 from torch import Tensor, nn
 from torchrec import KeyedTensor
 from torchrec.models.dlrm import InteractionArch
@@ -81,8 +82,7 @@ ONES = torch.ones(2, 4)
     ],
 )
 def test_bad_arguments_are_refused(call: Callable[[Any], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(torch.ops.comera_rec)
+    refuse(message, call, torch.ops.comera_rec)
 
 
 @pytest.mark.parametrize("first_column", [0, 3])

@@ -397,10 +397,8 @@ def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp
 def test_port_in_use(model: Path) -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            ValueError, match=rf"can't listen on 127.0.0.1:{port} \(Address already in use\): choose another --port"
-        ):
-            serve(ServeOptions(model=model, port=port))
+        message = rf"can't listen on 127.0.0.1:{port} \(Address already in use\): choose another --port"
+        refuse(message, serve, ServeOptions(model=model, port=port))
     nowhere = ServeOptions(model=model, host="nowhere.invalid")
     refuse(r"--host nowhere.invalid is unknown \(.*\): give a name or address of this machine", serve, nowhere)
 
