@@ -159,32 +159,22 @@ def test_hot_rows_and_tt_tables_share_one_budget(hot_rows: float | str) -> None:
     assert (row_params > 0) == (hot_rows != 0)
 
 
-def _fits(config: TableCompression) -> bool:
-    try:
-        config.table_configs(collection().embedding_bag_configs())
-    except ValueError:
-        return False
-    return True
-
-
 def test_a_compression_out_of_reach_is_an_error() -> None:
     pattern = r"compression 5000 can't be reached: .* lower min_rows, or lower compression to ([0-9.]+)$"
     with pytest.raises(ValueError, match=pattern) as error:
         compress_(collection(), tables=TableCompression(compression=5000, min_rows=100))
     (reachable,) = re.findall(r"[0-9.]+$", str(error.value))
-    assert _fits(TableCompression(compression=float(reachable), min_rows=100))
-    assert not _fits(TableCompression(compression=float(reachable) + 0.1, min_rows=100))
-    with pytest.raises(ValueError, match=r"the others at rank 1 beside hot_rows 0.9 are larger"):
-        compress_(collection(), tables=TableCompression(compression=5000, min_rows=100, hot_rows=0.9))
-
-
-def on_meta() -> nn.Module:
-    """A collection that was moved, and still names the device of its construction, and others."""
-    return nn.Sequential(collection().to("meta"), collection(torch.device("meta")), nn.Embedding(5000, 32, device="meta"))
+    compress_(collection(), tables=TableCompression(compression=float(reachable), min_rows=100))
+    beyond = TableCompression(compression=float(reachable) + 0.1, min_rows=100)
+    refuse("can't be reached", compress_, collection(), tables=beyond)
+    much = TableCompression(compression=5000, min_rows=100, hot_rows=0.9)
+    refuse("the others at rank 1 beside hot_rows 0.9 are larger", compress_, collection(), tables=much)
 
 
 def test_tt_tables_are_built_on_the_device_of_the_tables() -> None:
-    swapped = compress_(on_meta(), tables=TABLES)
+    # The first was moved, and still names the device of its construction.
+    collections = collection().to("meta"), collection(torch.device("meta"))
+    swapped = compress_(nn.Sequential(*collections, nn.Embedding(5000, 32, device="meta")), tables=TABLES)
     assert all(parameter.is_meta for parameter in swapped.parameters())
     assert all(parameter.is_meta for parameter in export_dense(swapped).parameters())
 

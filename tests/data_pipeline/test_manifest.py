@@ -47,14 +47,8 @@ def test_keys_of_the_file(data: Path) -> None:
         (lambda m: m["rows"].pop("in"), "manifest.json: rows.in: Field required"),
         (lambda m: m["splits"].pop("val"), "manifest.json: splits.val: Field required"),
         (lambda m: m["categorical_columns"][2].update(num_embeddings="many"), "categorical_columns.2.num_embeddings: .*integer"),
-        (
-            lambda m: m["splits"]["train"]["shards"][0].update(path="/etc/passwd"),
-            "json: /etc/passwd is outside of .*data; run",
-        ),
-        (
-            lambda m: m["splits"]["test"]["shards"][0].update(path="test/../../x"),
-            "json: test/../../x is outside of .*data",
-        ),
+        (lambda m: m["splits"]["train"]["shards"][0].update(path="/etc/passwd"), "json: /etc/passwd is outside of .*data; run"),
+        (lambda m: m["splits"]["test"]["shards"][0].update(path="test/../../x"), "json: test/../../x is outside of .*data"),
         (lambda m: m["categorical_columns"][0]["vocabulary"].update(path="../x"), "json: ../x is outside of .*data"),
         (lambda m: m.update(format_version=99), "format_version: Input should be 1; run `comera preprocess` again"),
     ],
@@ -137,8 +131,7 @@ class NoCredentials(Exception):
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"),
-    [(MemoryFileSystem, "info"), (MemoryFileSystem, "open"), (MemoryFile, "read"), (MemoryFileSystem, "glob")],
+    ("owner", "method"), [(MemoryFileSystem, "info"), (MemoryFileSystem, "open"), (MemoryFile, "read"), (MemoryFileSystem, "glob")]
 )
 def test_errors_of_libraries(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
     memory.pipe("/logs/day_0", b"x")

@@ -153,10 +153,7 @@ def run_in_separate_processes(folder: Path) -> None:
 
     Processes are forked, because importing torch takes seconds.
     """
-    changes = {
-        **DEFAULTS,
-        **{name: lambda name=name: os.environ.update(COMERA_CPU=name) for name in (*PROCESSORS, "abacus")},
-    }
+    changes = {**DEFAULTS, **{name: lambda name=name: os.environ.update(COMERA_CPU=name) for name in (*PROCESSORS, "abacus")}}
     for name, change in changes.items():
         if os.fork() == 0:
             try:

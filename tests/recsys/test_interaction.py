@@ -99,15 +99,6 @@ def test_second_derivatives_in_float32(first_column: int) -> None:
     torch.testing.assert_close(penalty(torch.float32), penalty(torch.float64), rtol=1e-4, atol=1e-3)
 
 
-def test_interactions_under_torch_func_and_on_the_meta_device() -> None:
-    dense, rows = inputs(4, 3, 5, torch.float32)
-    pairs = torch.triu_indices(4, 4, offset=1)
-    [expected] = torch.autograd.grad(interact(dense, rows, pairs).sum(), dense)
-    actual = torch.func.grad(lambda each: interact(each, rows.detach(), pairs).sum())(dense.detach())
-    torch.testing.assert_close(actual, expected)
-    assert interact(dense.to("meta"), rows.to("meta"), pairs.to("meta")).shape == (4, 11)
-
-
 def test_gradients_of_both_orders() -> None:
     features = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
     pairs = torch.triu_indices(4, 4, offset=1)

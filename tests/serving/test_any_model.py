@@ -182,16 +182,9 @@ def mixed() -> cr.TTEmbeddingBagCollection:
         3: cr.TTShape((12, 10, 10), (2, 2, 2), (2, 3)),
         4: cr.TTShape((6, 6, 6, 6), (2, 1, 2, 2), 2),
     }
+    same: dict[str, Any] = {"num_embeddings": 1111, "hot_rows": ((20, 8), (300, 2)), "pooling": PoolingType.MEAN}
     tables = [
-        cr.TTEmbeddingBagConfig(
-            name=f"t{order}",
-            num_embeddings=1111,
-            embedding_dim=8,
-            feature_names=[f"f{order}"],
-            shape=shape,
-            hot_rows=((20, 8), (300, 2)),
-            pooling=PoolingType.MEAN,
-        )
+        cr.TTEmbeddingBagConfig(name=f"t{order}", embedding_dim=8, feature_names=[f"f{order}"], shape=shape, **same)
         for order, shape in shapes.items()
     ]
     tables.append(cr.TTEmbeddingBagConfig(name="d", num_embeddings=30, embedding_dim=8, feature_names=["a", "b"]))
