@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, chosen, measure_case
 from benchmarks.harness.rows import Row, read_rows, writing_rows
 from benchmarks.harness.timing import Plan, alternate
-from benchmarks.harness.trainings import Trained, at_best_rate, best_rate, train_all
 from benchmarks.linear import LinearCase
 from benchmarks.lookup.tables import FBGEMM, ON_CPU, OURS, TT, LookupCase, LookupWorkload
 from benchmarks.run import BENCHMARKS, RESUMABLE, run
@@ -130,33 +128,6 @@ class TestCommand:
         assert stopped.value.code == 2
         assert message in printed
         assert printed.count("\n") == 1
-
-
-CASES = [({"method": "a", "dim": 4}, (0.01, 0.02, 0.03)), ({"method": "b", "dim": 4}, (0.05,))]
-
-
-def trained(rows: list[Row], **only: str) -> list[tuple[str, float, int]]:
-    """Method, rate and seed of each run that was not finished; the best rate is 0.02."""
-    runs = []
-
-    def train(shapes: dict[str, Any], seed: int) -> Trained:
-        runs.append((shapes["method"], shapes["lr"], seed))
-        return 0.9 - shapes["lr"], {"val_ne": abs(shapes["lr"] - 0.02)}
-
-    new = [row for case in train_all("dlrm", CASES, train, Settings(only=only), rows) for row in case]
-    assert rows[len(rows) - len(new) :] == new
-    assert [(row.provider, row.shapes["lr"], row.seed) for row in new] == runs
-    return runs
-
-
-def test_other_seeds_use_the_best_rate_and_finished_runs_are_not_repeated() -> None:
-    rows: list[Row] = []
-    first = [("a", 0.01, 0), ("a", 0.02, 0), ("a", 0.03, 0), ("b", 0.05, 0)]
-    assert trained(rows) == [*first, ("a", 0.02, 1), ("b", 0.05, 1), ("a", 0.02, 2), ("b", 0.05, 2)]
-    assert [row.seed for row in at_best_rate(rows) if row.provider == "a"] == [0, 1, 2]
-    assert best_rate(rows, {"method": "c", "dim": 4}) is None
-    assert trained(list(rows)) == []
-    assert trained(rows[:5], method="b|c") == [("b", 0.05, 1), ("b", 0.05, 2)]
 
 
 FAST = ("linear", "transformer")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,13 +60,6 @@ def test_fused_dense_tables_are_also_exported(random_jagged: Callable[..., Keyed
     torch.testing.assert_close(dense(*inputs), expected, rtol=0, atol=1e-5)
 
 
-def build(architecture: str, dense: int) -> nn.Module:
-    return cr.build_dlrm(
-        tables(), dense_in_features=dense, dense_arch_layer_sizes=[128, 16], over_arch_layer_sizes=[128, 1],
-        cross_layers=2 if architecture == "dcn" else 0, cross_rank=4,
-    )  # fmt: skip
-
-
 def load_without_this_library(process_rank: int, file: str) -> None:
     """Load models where whatever needs this library raises ImportError, and compare their outputs."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "comera_rec"]:
@@ -79,7 +73,9 @@ def load_without_this_library(process_rank: int, file: str) -> None:
 def test_built_models_load_without_this_library(tmp_path: Path, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     exported, sparse = {}, random_jagged({"f1": 401, "f2": 30}, 9)
     for architecture, dense in product(("dlrm", "dcn"), (5, 0)):
-        model, inputs = build(architecture, dense), (torch.randn(9, dense), sparse)
+        sizes: dict[str, Any] = {"dense_arch_layer_sizes": [128, 16], "over_arch_layer_sizes": [128, 1], "cross_rank": 4}
+        model = cr.build_dlrm(tables(), dense_in_features=dense, cross_layers=2 if architecture == "dcn" else 0, **sizes)
+        inputs = torch.randn(9, dense), sparse
         before = {name: value.clone() for name, value in model.state_dict().items()}
         plain = cr.export_dense(model)
         exported[f"{architecture}, {dense}"] = plain, inputs, model(*inputs).detach()

@@ -238,10 +238,6 @@ def tied() -> nn.Module:
     return model
 
 
-def swapped_already() -> nn.Module:
-    return compress_(collection(), tables=TABLES)
-
-
 def updated_in_backward(model: nn.Module) -> nn.Module:
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     return model
@@ -255,7 +251,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: compress_(collection(), tables=TableCompression(tt_ranks=4)), rf"{NOTHING} \('t_user', 't_item', 't_day': it has"),
     (lambda: compress_(tied(), tables=TABLES), rf"{NOTHING} \('t_user': its weight is also that of '2'; 't_item': its weight is"),
     (lambda: compress_(collection(), tables=TABLES, filter_fn=lambda module, name: False), f"{NOTHING}: the model has none"),
-    (lambda: compress_(swapped_already(), tables=TABLES), f"{NOTHING}: the model has none"),
+    (lambda: compress_(compress_(collection(), tables=TABLES), tables=TABLES), f"{NOTHING}: the model has none"),
     (lambda: compress_(nn.Sequential(Doubled(400, 8)), tables=TABLES), rf"{NOTHING} \('0': it is a Doubled, not the EmbeddingBag"),
     (
         lambda: compress_(nn.Sequential(nn.Embedding(200, 8, max_norm=1.0), nn.EmbeddingBag(200, 8, padding_idx=0)), tables=TABLES),

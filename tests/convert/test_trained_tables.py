@@ -180,11 +180,6 @@ def fit(
     return [table.requires_grad_(False) for table in tables]
 
 
-def squared_error(weight: Tensor, shape: TTShape, cores: list[Tensor]) -> float:
-    dense = tt_to_dense(cores, shape.with_ranks([core.shape[-1] for core in cores[:-1]]))
-    return float((dense - weight).square().sum())
-
-
 def test_no_other_ranks_are_better_by_more_than_the_last_rank() -> None:
     weights, budget = matrices(), 1400
     tables = fit(weights, SHAPES, budget)
@@ -193,9 +188,8 @@ def test_no_other_ranks_are_better_by_more_than_the_last_rank() -> None:
     assert 0.9 * budget <= size <= budget
     assert actual[0] > actual[1] >= actual[2] > 0, "a table without ranks could never be trained again"
     error = sum(float((table.dense_matrix() - weight).square().sum()) for table, weight in zip(tables, weights, strict=True))
-    table = [
-        [squared_error(w, s, tt_svd(w, s.with_ranks([r]))) for r in range(1, 17)] for w, s in zip(weights, SHAPES, strict=True)
-    ]
+    ranked = [[(w, s.with_ranks([r])) for r in range(1, 17)] for w, s in zip(weights, SHAPES, strict=True)]
+    table = [[float((tt_to_dense(tt_svd(w, s), s) - w).square().sum()) for w, s in of_table] for of_table in ranked]
     best = min(
         sum(errors[r - 1] for errors, r in zip(table, ranks, strict=True))
         for ranks in itertools.product(range(1, 17), repeat=3)

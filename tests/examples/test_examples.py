@@ -13,7 +13,6 @@ import torch
 
 from comera_rec.cli.errors import run_command
 from examples import classify_text, next_item, pretrain_code
-from examples.text import PAD, batches_of
 
 TINY = [
     "model.embed_dim=16", "model.num_layers=1", "model.num_heads=2", "model.ff_dim=32", "model.max_length=24", "model.dropout=0.0",
@@ -81,22 +80,6 @@ def test_pretraining_on_code_in_two_phases(tmp_path: Path, run: Run) -> None:
     assert metrics["loss"] < math.log(400) - 0.5
     assert metrics["rank_history"][-1]["stage"] == "done"
     assert "400 tokens" in out
-
-
-def test_batches_hold_every_sequence_once_and_little_padding() -> None:
-    sequences = [[7] * length for length in torch.randint(1, 40, (999,)).tolist()]
-    for seed in (None, 3):
-        batches = list(batches_of(sequences, list(range(999)), 16, seed))
-        assert sorted(torch.cat([batch.labels for batch in batches]).tolist()) == list(range(999))
-        for batch in batches:
-            lengths = [len(sequences[i]) for i in batch.labels]
-            padding = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
-            assert torch.equal(batch.ids, torch.where(padding, PAD, 7))
-            assert torch.equal(batch.padding, padding) if padding.any() else batch.padding is None
-        padded = sum(batch.ids.numel() for batch in batches)
-        assert padded < 1.15 * sum(map(len, sequences))
-    one, other = ([batch.ids.shape for batch in batches_of(sequences, None, 16, seed)] for seed in (3, 4))
-    assert one != other
 
 
 def refusal(run: Run, command: click.Command, *arguments: str) -> str:

@@ -79,21 +79,6 @@ def replace_memory_of_states(training: Training) -> None:
             state["sum"].data = state["sum"].data.contiguous() + 1
 
 
-def set_equal_tensors(training: Training) -> None:
-    """Set rates that are equal, but must not be compared, which would wait for a GPU."""
-    for optimizer in training.optimizers:
-        optimizer.param_groups[0]["lr"] = Rate(0.1)
-
-
-class Rate(float):
-    """A number that isn't compared, as a tensor must not be."""
-
-    def __eq__(self, other: object) -> bool:
-        raise AssertionError("compared")
-
-    __hash__ = float.__hash__
-
-
 def replace_module(training: Training) -> None:
     """Put a table in the place of another that has the same parameters, but another order of rows."""
     other = copy.copy(training.model.tt_bag("b"))
@@ -117,7 +102,7 @@ def truncate(training: Training) -> None:
 
 
 CHANGES: list[Callable[[Training], object]] = [
-    set_rates, load_states, replace_state, replace_memory_of_states, set_equal_tensors, replace_module, replace_optimizer, truncate,
+    set_rates, load_states, replace_state, replace_memory_of_states, replace_module, replace_optimizer, truncate,
     lambda training: setattr(training.model.tt_bag("b"), "mode", "mean"),
     lambda training: setattr(training.core(), "data", training.core().data + 1),
     lambda training: setattr(training.model.tt_bag("b"), "core_1", nn.Parameter(training.core().data)),  # of the same memory

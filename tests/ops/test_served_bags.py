@@ -23,8 +23,6 @@ SHAPES = [  # row modes, column modes, ranks, columns kept, slabs (rows, width)
     ((6, 6), (16, 8), (46,), 128, ((1, 1), (1, 1))),
     ((6, 6), (8, 16), (0,), 127, ()),
 ]
-
-
 Blocks = tuple[tuple[int, int], ...]
 Sizes = tuple[int, ...]
 

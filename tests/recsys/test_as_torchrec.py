@@ -97,8 +97,6 @@ MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DLRM_DCN": lambda tables: DLRM_DCN(tables, 4, [16, 8], [16, 1], 2, 8),
     "SimpleDeepFMNN": lambda tables: SimpleDeepFMNN(4, tables, 16, 4),
 }
-
-
 SWAP = cr.TableCompression(tt_ranks=4, min_rows=100)
 
 

@@ -221,21 +221,16 @@ def test_later_days(optimizer: str, numbers: tuple[int, ...], days: Path, config
     assert call("evaluate", "--checkpoint", run, "--data", days / "day_3") == 0
 
 
-@pytest.mark.parametrize(
-    ("data", "options", "message"),
-    [
+def test_what_does_not_follow_is_refused(days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = trained(config_file, days / "day_1", tmp_path / "first", "training.steps=1")
+    for data, options, message in (
         ("other", [], "other doesn't extend the vocabularies that"),
         ("day_2", ["optimizer.name=adagrad", "tables.tt_ranks=3"], "another config than the new run (in tables, optimizer)"),
-    ],
-)
-def test_what_does_not_follow_is_refused(
-    data: str, options: list[str], message: str, days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = trained(config_file, days / "day_1", tmp_path / "first", "training.steps=1")
-    options = [f"data.path={days / data}", f"output={tmp_path / 'next'}", *options]
-    assert call("train", "--config", config_file, "--after", first, *options) == 2
-    assert not (tmp_path / "next").exists()
-    assert message in capsys.readouterr().err
+    ):
+        given = [f"data.path={days / data}", f"output={tmp_path / 'next'}", *options]
+        assert call("train", "--config", config_file, "--after", first, *given) == 2
+        assert not (tmp_path / "next").exists()
+        assert message in capsys.readouterr().err
 
 
 def test_at_full_ranks_it_predicts_the_same_as_the_dense_run(dense: Path, config_file: Path, tmp_path: Path) -> None:
