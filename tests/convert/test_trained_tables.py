@@ -215,14 +215,3 @@ def test_hot_rows_and_ranks_share_a_budget() -> None:
     assert with_rows.shape.num_params + block.shape.num_params <= budget
     assert min(with_rows.shape.ranks, block.shape.ranks) > (0,)
     assert error_of_table(with_rows, weight, frequency) < 0.2 * error_of_table(without_rows, weight, frequency)
-
-
-def test_blocks_that_save_little_lose_their_columns() -> None:
-    weight, frequency = torch.randn(300, 16), torch.ones(300)
-    frequency[:20] = 1e4
-    (table,) = fit([weight], [TTShape((20, 15), (4, 4), 4)], 700, [frequency], ((20, 8), (100, 8)))
-    hot, rare = table.hot_blocks()
-    assert sum(module.shape.num_params for module in (table, hot, rare)) <= 700
-    assert hot.shape.ranks[0] >= 10 > 1 >= rare.shape.ranks[0]
-    error = (table.dense_matrix() - weight).square().sum(dim=1)
-    assert error[:20].mean() < 0.2 * error[20:].mean()

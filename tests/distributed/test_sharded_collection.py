@@ -225,10 +225,6 @@ def train_sharded(rank: int, cases: list[Case]) -> list[dict[str, Tensor]]:
     return outcomes
 
 
-def train_single(case: Case, world: int) -> dict[str, Tensor]:
-    return train(Model(case), case, world, lambda step: joined(global_batch(step, sum(SIZES[:world]), case)))
-
-
 MIXED = ("row_wise", "table_wise", "data_parallel")
 CASES = {  # of each number of processes
     2: [
@@ -253,7 +249,9 @@ def test_losses_gradients_and_parameters_are_those_of_one_process(processes: int
     of_processes = run(processes, train_sharded, CASES[processes])
     for number, case in enumerate(CASES[processes]):
         world = processes - case.spare
-        compare([outcomes[number] for outcomes in of_processes[:world]], train_single(case, world), case)
+        whole = lambda step, case=case, world=world: joined(global_batch(step, sum(SIZES[:world]), case))  # noqa: E731
+        single = train(Model(case), case, world, whole)
+        compare([outcomes[number] for outcomes in of_processes[:world]], single, case)
 
 
 def compare(results: list[dict[str, Tensor]], expected: dict[str, Tensor], case: Case) -> None:

@@ -191,20 +191,12 @@ def test_tied_layers_change_their_ranks_together() -> None:
     assert torch.equal(resumed(x), model(x))
 
 
-class Scores(nn.Module):
-    """A token embedding whose table is also the output layer's weight, as in language models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(300, 128)
-        self.body = nn.Linear(128, 128)
-        self.output = nn.Linear(128, 300, bias=False)
-        self.output.weight = self.embedding.weight
-
-
 def test_weights_shared_with_what_stays_dense_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict({"scores": Scores(), "tied": tied()})
-    owners = [model["scores"].output, model["scores"].embedding, model["tied"][0], model["tied"][2]]
+    # The output layer of a language model may have the weight of its token embedding.
+    layers = {"embedding": nn.Embedding(300, 128), "body": nn.Linear(128, 128), "output": nn.Linear(128, 300, bias=False)}
+    layers["output"].weight = layers["embedding"].weight
+    model = nn.ModuleDict({"scores": nn.ModuleDict(layers), "tied": tied()})
+    owners = [layers["output"], layers["embedding"], model["tied"][0], model["tied"][2]]
     weights = [owner.weight for owner in owners]
     with caplog.at_level(logging.INFO, logger="comera_rec"):
         compress_(model, linears=LinearCompression(tt_ranks=4, policy="always"), filter_fn=lambda module, name: name != "tied.2")
@@ -212,7 +204,7 @@ def test_weights_shared_with_what_stays_dense_stay_dense(caplog: pytest.LogCaptu
     assert all(owner.weight is weight for owner, weight in zip(owners, weights, strict=True))
     assert "scores.output: 128 x 300, stays dense: its weight is also that of 'scores.embedding'" in caplog.messages
     assert "tied.0: 256 x 256, stays dense: its weight is also that of 'tied.2'" in caplog.messages
-    for dense in (model["scores"].output, nn.MultiheadAttention(128, 4)):  # whose linear layer is of a subclass
+    for dense in (layers["output"], nn.MultiheadAttention(128, 4)):  # whose linear layer is of a subclass
         with pytest.raises(ValueError, match="no linear layer was compressed"):
             compress_(dense, linears=LinearCompression(tt_ranks=4), filter_fn=lambda module, name: module is not owners[0])
 
