@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, chosen, measure_case
 from benchmarks.harness.rows import Row, read_rows, writing_rows
-from benchmarks.harness.timing import Plan, alternate
+from benchmarks.harness.timing import Plan
 from benchmarks.linear import LinearCase
 from benchmarks.lookup.tables import FBGEMM, ON_CPU, OURS, TT, LookupCase, LookupWorkload
 from benchmarks.run import BENCHMARKS, RESUMABLE, run
@@ -45,60 +44,47 @@ def row() -> Row:
     )
 
 
-class TestRows:
-    def test_written_rows_are_read_back_and_a_failed_run_leaves_them_alone(self, row: Row, tmp_path: Path) -> None:
-        rows, path = [row, replace(row, unit="MiB", ratios={})], tmp_path / "rows.jsonl"
+def test_written_rows_are_read_back_and_a_failed_run_leaves_them_alone(row: Row, tmp_path: Path) -> None:
+    rows, path = [row, replace(row, unit="MiB", ratios={})], tmp_path / "rows.jsonl"
+    with writing_rows(path) as write:
+        write(rows)
+        assert not path.exists()
+
+    def fail() -> None:
         with writing_rows(path) as write:
-            write(rows)
-            assert not path.exists()
+            write(rows[:1])
+            raise RuntimeError("on the way")
 
-        def fail() -> None:
-            with writing_rows(path) as write:
-                write(rows[:1])
-                raise RuntimeError("on the way")
-
-        with pytest.raises(RuntimeError, match="on the way"):
-            fail()
-        assert read_rows(path) == rows
-        assert '"pass": "forward+backward"' in row.to_json()
-
-    def test_what_is_no_row_is_refused(self, row: Row, tmp_path: Path) -> None:
-        path = tmp_path / "rows.jsonl"
-        path.write_text(row.to_json() + "\n" + row.to_json().replace('"seed"', '"sead"') + "\n")
-        refuse(r"rows.jsonl:2: .* missing \['seed'\], unknown \['sead'\]", read_rows, path)
-        refuse("unit is 'MB'", replace, row, unit="MB")
-        refuse("must ascend", replace, row, p20=3.0)
+    with pytest.raises(RuntimeError, match="on the way"):
+        fail()
+    assert read_rows(path) == rows
+    assert '"pass": "forward+backward"' in row.to_json()
 
 
-class TestTiming:
-    def test_calls_take_turns_on_the_same_input_without_the_garbage_collector(self) -> None:
-        log: list[tuple[str, int, bool]] = []
-        calls = {name: lambda turn, name=name: log.append((name, turn, gc.isenabled())) for name in "ABC"}
-        samples = alternate(calls, Plan(warmup=1, min_rounds=3, max_rounds=3))
-        assert [name for name, _, _ in log] == list("ABCABCCBAABC")
-        assert [turn for _, turn, _ in log] == [0] * 3 + [0] * 3 + [1] * 3 + [2] * 3
-        assert {enabled for _, _, enabled in log[3:]} == {False}
-        assert gc.isenabled()
-        assert {name: len(values) for name, values in samples.items()} == {"A": 3, "B": 3, "C": 3}
+def test_what_is_no_row_is_refused(row: Row, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row.to_json() + "\n" + row.to_json().replace('"seed"', '"sead"') + "\n")
+    refuse(r"rows.jsonl:2: .* missing \['seed'\], unknown \['sead'\]", read_rows, path)
+    refuse("unit is 'MB'", replace, row, unit="MB")
+    refuse("must ascend", replace, row, p20=3.0)
 
 
 REFERENCE = {"output": torch.ones(3, dtype=torch.float64), "gradient": torch.arange(3, dtype=torch.float64)}
 
 
-class TestAgreement:
-    @pytest.mark.parametrize(
-        ("outcome", "message"),
-        [
-            ({"output": torch.tensor([1.0, 1.001, 1.0])}, "bad: output is off by 0.001 where values reach 1"),
-            ({"output": torch.tensor([1.0, torch.nan, 1.0])}, "bad: output is off by nan"),
-            ({"output": torch.ones(3), "gradient": torch.zeros(3)}, "bad: gradient is off by 2"),
-            ({"output": torch.ones(3), "gradients": torch.ones(3)}, "shows gradients, which the reference lacks"),
-            ({"gradient": torch.arange(3.0)}, "bad shows no output"),
-        ],
-    )
-    def test_wrong_values_do_not_pass(self, outcome: dict[str, torch.Tensor], message: str) -> None:
-        with pytest.raises(Disagreement, match=message):
-            require_agreement(REFERENCE, {"good": {"output": torch.ones(3)}, "bad": outcome})
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        ({"output": torch.tensor([1.0, 1.001, 1.0])}, "bad: output is off by 0.001 where values reach 1"),
+        ({"output": torch.tensor([1.0, torch.nan, 1.0])}, "bad: output is off by nan"),
+        ({"output": torch.ones(3), "gradient": torch.zeros(3)}, "bad: gradient is off by 2"),
+        ({"output": torch.ones(3), "gradients": torch.ones(3)}, "shows gradients, which the reference lacks"),
+        ({"gradient": torch.arange(3.0)}, "bad shows no output"),
+    ],
+)
+def test_wrong_values_do_not_pass(outcome: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(Disagreement, match=message):
+        require_agreement(REFERENCE, {"good": {"output": torch.ones(3)}, "bad": outcome})
 
 
 def test_cases_are_chosen_by_their_sizes() -> None:
@@ -108,26 +94,23 @@ def test_cases_are_chosen_by_their_sizes() -> None:
     refuse(r"no case has {'batch': '7'}: sizes are {'batch': \['6'\]", chosen, [SMALL_LINEAR], {"batch": "7"})
 
 
-class TestCommand:
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["lokup"], "'lokup' is not one of 'lookup', 'linear', "),
-            (["linear", "--only", "batch"], "--only is 'batch': write SIZE=VALUE"),
-            (["linear", "--only", "batch=128", "--save"], "--save keeps results of full runs: drop --quick and --only"),
-            (["linear", "--json", "/nowhere/x.jsonl"], "no folder /nowhere for x.jsonl: create it first"),
-            (["linear", "--device", "tpu"], "--device is 'tpu': choose cpu"),
-        ],
-    )
-    def test_a_mistake_is_one_line_and_status_2(
-        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        with pytest.raises(SystemExit) as stopped:
-            run_command(run, "python -m benchmarks.run", arguments)
-        printed = capsys.readouterr().err
-        assert stopped.value.code == 2
-        assert message in printed
-        assert printed.count("\n") == 1
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lokup"], "'lokup' is not one of 'lookup', 'linear', "),
+        (["linear", "--only", "batch"], "--only is 'batch': write SIZE=VALUE"),
+        (["linear", "--only", "batch=128", "--save"], "--save keeps results of full runs: drop --quick and --only"),
+        (["linear", "--json", "/nowhere/x.jsonl"], "no folder /nowhere for x.jsonl: create it first"),
+        (["linear", "--device", "tpu"], "--device is 'tpu': choose cpu"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_command(run, "python -m benchmarks.run", arguments)
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert message in printed
+    assert printed.count("\n") == 1
 
 
 FAST = ("linear", "transformer")
