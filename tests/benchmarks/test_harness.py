@@ -104,7 +104,7 @@ def test_cases_are_chosen_by_their_sizes() -> None:
         (["linear", "--device", "tpu"], "--device is 'tpu': choose cpu"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line_and_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run_command(run, "python -m benchmarks.run", arguments)
     printed = capsys.readouterr().err
