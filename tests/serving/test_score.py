@@ -50,14 +50,6 @@ def test_a_data_set_is_not_overwritten_by_its_scores(model: Path, data: Path) ->
     refuse(r"`output` .*manifest.json and `input` .* overlap", options, model, data, data / "manifest.json", overwrite=True)
 
 
-def test_a_split(model: Path, data: Path, tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        table = scores(model, data, tmp_path / split, split=split)
-        assert table.schema.names == ["row", "score", "label"]
-        assert table["row"].to_pylist() == list(range(len(table)))
-        np.testing.assert_allclose(table["score"].to_numpy(), expected(model, data, split), atol=1e-6)
-
-
 def test_a_log_is_scored_as_its_data_set(model: Path, data: Path, tmp_path: Path) -> None:
     """The log is read in parts, on several processes, gzipped and without labels."""
     log = data.parent / "train.txt"

@@ -214,13 +214,6 @@ def test_dense_entries_have_the_requested_standard_deviation(order: int, ranks: 
     assert (sum(draws) / len(draws)) ** 0.5 == pytest.approx(0.02, rel=0.03)
 
 
-def test_dense_entries_have_mean_zero_and_vanished_cores_stay() -> None:
-    for shape in (TTShape.for_table(10_000, 16, tt_ranks=8), TTShape((3, 4), (2, 2), (0,))):
-        cores = [torch.empty(size) for size in shape.core_shapes]
-        init_cores_(cores, shape, 1.0)
-        assert abs(float(tt_to_dense(cores, shape).mean())) < 0.02
-
-
 def test_uninitialized_memory_is_poisoned() -> None:
     assert torch.empty(3).isnan().all()
 
