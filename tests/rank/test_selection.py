@@ -75,6 +75,7 @@ def test_sizes_of_16_bit_modules_are_exact_and_vanished_ones_count_nothing(dtype
         size = size_surrogate(ordered)
         assert float(size.detach()) == sum(module.shape.num_params for module in modules) == count_tt_params(nn.ModuleList(ordered))
         assert all(grad.isfinite().all() for grad in torch.autograd.grad(size + core_norm(ordered), modules[0].rank_parameters()))
+    assert float(core_norm(modules[2:])) == float(size_surrogate(modules[2:])) == 0
     with torch.no_grad():
         modules[0].core_0.fill_(300.0)  # whose square float16 can't hold
     assert core_norm(modules).isfinite()
