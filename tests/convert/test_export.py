@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from jagged import random_jagged
 from processes import run
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 import comera_rec as cr
@@ -46,7 +47,7 @@ def test_shared_modules_stay_shared_and_modes_are_kept() -> None:
     assert not any(module.training for module in dense.modules())
 
 
-def test_fused_dense_tables_are_also_exported(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_fused_dense_tables_are_also_exported() -> None:
     model = dlrm()
     collection = model.sparse_arch.embedding_bag_collection  # type: ignore[union-attr]
     stock = collection.dense_bags
@@ -70,7 +71,7 @@ def load_without_this_library(process_rank: int, file: str) -> None:
         assert homes == {"torch", "torchrec"}, (name, homes)
 
 
-def test_built_models_load_without_this_library(tmp_path: Path, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_built_models_load_without_this_library(tmp_path: Path) -> None:
     exported, sparse = {}, random_jagged({"f1": 401, "f2": 30}, 9)
     for architecture, dense in product(("dlrm", "dcn"), (5, 0)):
         sizes: dict[str, Any] = {"dense_arch_layer_sizes": [128, 16], "over_arch_layer_sizes": [128, 1], "cross_rank": 4}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from in_backward import _apply_optimizer_in_backward
+from jagged import random_jagged
 from refusals import refuse
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
@@ -60,9 +61,7 @@ def test_named_tables_stay_dense() -> None:
     refuse("dense_tables is 't_item': give a tuple of names", TableCompression, dense_tables="t_item")
 
 
-def test_modules_are_replaced_wherever_they_are_and_shared_ones_stay_shared(
-    random_jagged: Callable[..., KeyedJaggedTensor],
-) -> None:
+def test_modules_are_replaced_wherever_they_are_and_shared_ones_stay_shared() -> None:
     model = Nested().eval()
     weight, over = model.sparse.embedding_bags["t_day"].weight, model.over
     compress_(model, tables=TABLES, filter_fn=lambda module, name: name.startswith("towers.right"))
@@ -134,7 +133,7 @@ def test_tables_that_share_their_weight_stay_dense(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("order", [2, 3, 4])
-def test_tt_svd_at_full_rank_keeps_the_outputs(order: int, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_tt_svd_at_full_rank_keeps_the_outputs(order: int) -> None:
     model = collection()
     features = random_jagged(LIMITS, 9)
     expected = model(features)

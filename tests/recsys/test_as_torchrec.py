@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from foreign_programs import managed_collisions
+from jagged import random_jagged
 from refusals import refuse
 from torch import nn
 from torchrec import (
@@ -46,9 +47,7 @@ def build_model(**arguments: object) -> DLRM:
 
 @pytest.mark.parametrize("dense", [5, 0])
 @pytest.mark.parametrize("cross", [{}, {"cross_layers": 2, "cross_rank": 4}], ids=["dot products", "cross network"])
-def test_large_layers_are_tt_layers_and_all_learn(
-    cross: dict[str, int], dense: int, random_jagged: Callable[..., KeyedJaggedTensor]
-) -> None:
+def test_large_layers_are_tt_layers_and_all_learn(cross: dict[str, int], dense: int) -> None:
     model = build_model(dense_in_features=dense, **cross)
     assert isinstance(model, DLRM)
     assert list(model.sparse_arch.embedding_bag_collection.tt_bags) == ["t1"]
@@ -112,7 +111,7 @@ def ours() -> cr.TTEmbeddingBagCollection:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_over_tt_tables_are_traced(name: str, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_models_over_tt_tables_are_traced(name: str) -> None:
     model = MODELS[name](ours())
     traced = symbolic_trace(model)
     assert dict(traced.named_parameters()).keys() == dict(model.named_parameters()).keys()
@@ -178,7 +177,7 @@ def test_a_config_equals_torchrecs_of_the_same_table() -> None:
     assert small.with_changes(num_embeddings=899) != dense
 
 
-def test_feature_processors_before_tt_tables(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_feature_processors_before_tt_tables() -> None:
     processor = PositionWeightedModuleCollection(dict.fromkeys(ROWS, 9))
     model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection(configs(), True), processor))
     cr.compress_(model, tables=SWAP)
@@ -200,7 +199,7 @@ def mixed_pooling() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
-def test_dense_tables_that_torchrec_quantized_keep_their_keys(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_dense_tables_that_torchrec_quantized_keep_their_keys() -> None:
     model = mixed_pooling()
     features = random_jagged(MIXED, 4)
     expected = model(features).to_dict()
@@ -214,7 +213,7 @@ def test_dense_tables_that_torchrec_quantized_keep_their_keys(random_jagged: Cal
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_collection_is_compiled_and_trains(in_backward: bool, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_a_collection_is_compiled_and_trains(in_backward: bool) -> None:
     model = mixed_pooling()
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (model, twin)]

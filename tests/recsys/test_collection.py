@@ -13,6 +13,7 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jagged import random_jagged
 from refusals import refuse
 from torch import Tensor, nn
 from torchrec import (
@@ -31,8 +32,6 @@ import comera_rec as cr
 from comera_rec import TableCompression, TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTShape, compress_, export_dense
 from comera_rec.rank import truncate_ranks_
 from comera_rec.recsys.keyed import are_within
-
-MakeJagged = Callable[..., KeyedJaggedTensor]
 
 
 def table(name: str, features: list[str], *, rows: int = 101, dim: int = 16, **arguments: Any) -> TTEmbeddingBagConfig:
@@ -139,9 +138,7 @@ def configurations(draw: st.DrawFn) -> list[TTEmbeddingBagConfig]:
     tables=configurations(), batch=st.integers(1, 6), longest=st.sampled_from([0, 1, 5]), seed=st.integers(0, 99),
     weights=st.sampled_from(["none", "ignored", "used"]),
 )  # fmt: skip
-def test_any_configuration(
-    tables: list[TTEmbeddingBagConfig], batch: int, longest: int, seed: int, weights: str, random_jagged: MakeJagged
-) -> None:
+def test_any_configuration(tables: list[TTEmbeddingBagConfig], batch: int, longest: int, seed: int, weights: str) -> None:
     torch.manual_seed(seed)
     for config in tables:  # as the collection does
         config.feature_names = config.feature_names or [config.name]
@@ -202,7 +199,7 @@ def test_bad_ids_count_as_row_0_unless_they_are_fatal(mode: str | BoundsCheckMod
 
 
 @pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
-def test_half_precision_tables_pool_to_float32(data_type: DataType, random_jagged: MakeJagged) -> None:
+def test_half_precision_tables_pool_to_float32(data_type: DataType) -> None:
     config = table("a", ["f"], tt_ranks=4, data_type=data_type)
     collection = TTEmbeddingBagCollection([config])
     features = random_jagged({"f": 101}, 5)
@@ -213,7 +210,7 @@ def test_half_precision_tables_pool_to_float32(data_type: DataType, random_jagge
     torch.testing.assert_close(actual, expected, rtol=0, atol=16 * 2**-8 * float(expected.detach().abs().max()))
 
 
-def test_reset_redraws_every_table_also_from_the_meta_device(random_jagged: MakeJagged) -> None:
+def test_reset_redraws_every_table_also_from_the_meta_device() -> None:
     tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"])]
     collection = TTEmbeddingBagCollection(tables, device="meta")
     assert collection.device.type == "meta"
@@ -289,9 +286,7 @@ def assert_same_rows(actual: dict[str, JaggedTensor], expected: dict[str, Jagged
 
 @pytest.mark.parametrize("large", [{"tt_ranks": 4}, {"tt_ranks": 3, "hot_rows": ((20, 4), (100, 1))}], ids=str)
 @pytest.mark.parametrize(("samples", "longest"), [(1, 4), (7, 4), (2, 0)])
-def test_rows_and_gradients_are_those_of_the_dense_tables(
-    samples: int, longest: int, large: dict[str, object], random_jagged: MakeJagged
-) -> None:
+def test_rows_and_gradients_are_those_of_the_dense_tables(samples: int, longest: int, large: dict[str, object]) -> None:
     collection = cr.TTEmbeddingCollection(sequences(**large))
     for block in collection.tables.tt_bag("products").hot_blocks():
         nn.init.normal_(block.core_0)
@@ -319,7 +314,7 @@ def test_no_feature_is_padded_to_the_longest() -> None:
         assert_same_rows(collection(features), export_dense(collection)(features))
 
 
-def test_ids_are_returned_with_their_rows_on_request(random_jagged: MakeJagged) -> None:
+def test_ids_are_returned_with_their_rows_on_request() -> None:
     features = random_jagged(ROWS, 5)
     collection = cr.TTEmbeddingCollection(sequences(), need_indices=True)
     assert collection.need_indices()
@@ -339,7 +334,7 @@ def test_invalid_sequences_are_refused(tables: list[EmbeddingConfig], message: s
 
 
 @pytest.mark.parametrize("init", ["random", "tt_svd"])
-def test_swapped_into_a_model(init: str, random_jagged: MakeJagged) -> None:
+def test_swapped_into_a_model(init: str) -> None:
     products, sites, _ = sequences()
     plain = EmbeddingCollection([products.dense(), sites], use_gather_select=True)  # type: ignore[attr-defined]
     model = nn.ModuleDict({"sequences": plain})
@@ -358,7 +353,7 @@ def test_swapped_into_a_model(init: str, random_jagged: MakeJagged) -> None:
     assert_same_rows(swapped(features), export_dense(model)["sequences"](features))
 
 
-def test_traced_and_truncated(random_jagged: MakeJagged) -> None:
+def test_traced_and_truncated() -> None:
     model = nn.Sequential(cr.TTEmbeddingCollection(sequences()))
     features = random_jagged(ROWS, 6)
     assert_same_rows(symbolic_trace(model)(features), model(features))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from foreign_programs import CONFIG, DIM, PROGRAMS, Program, batch, collection, tables
 from hypothesis import given
 from hypothesis import strategies as st
+from jagged import random_jagged
 from refusals import refuse
 from torch import Tensor, nn
 from torchrec import (
@@ -214,9 +215,7 @@ def test_parts_truncated_to_rank_0_add_nothing(form: str, emptied: str, mixed: c
 
 @pytest.mark.parametrize("dense", [3, 0])
 @pytest.mark.parametrize("architecture", ["dlrm", "dcn"])
-def test_every_architecture_is_served(
-    architecture: str, dense: int, mixed: cr.TTEmbeddingBagCollection, random_jagged: Callable[..., KeyedJaggedTensor]
-) -> None:
+def test_every_architecture_is_served(architecture: str, dense: int, mixed: cr.TTEmbeddingBagCollection) -> None:
     linears = cr.LinearCompression(tt_ranks=2 if architecture == "dlrm" else 16, min_features=8, policy="always")
     configs = mixed.embedding_bag_configs()
     sizes = {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
@@ -236,7 +235,7 @@ def test_every_architecture_is_served(
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
-def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool) -> None:
     """A feature of two tables, one that isn't looked up, and tables of two dimensions, in another order than the batch's keys."""
     limits = {"a": 50, "unused": 10**6, "b": 40, "c": 30}
     tables = {"wide": (8, ["c", "a"]), "narrow": (4, ["b", "a"]), "small": (8, ["b"])}
