@@ -87,10 +87,6 @@ def test_built_models_load_without_this_library(tmp_path: Path) -> None:
     run(1, load_without_this_library, str(file))
 
 
-def test_a_collection_of_no_tables() -> None:
-    assert cr.export_dense(cr.TTEmbeddingBagCollection([])).embedding_bag_configs() == []
-
-
 def truncated(ranks: slice) -> nn.Module:
     model = dlrm()
     with torch.no_grad():

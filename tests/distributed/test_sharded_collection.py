@@ -155,14 +155,6 @@ def sharded(case: Case, group: dist.ProcessGroup | None = None, **settings: obje
     return shard(Model(case), {**kinds, **dense}, fused=fused, group=group)
 
 
-def weaken_(model: nn.Module) -> None:
-    """Make every other rank parameter of every TT table small enough to be truncated."""
-    with torch.no_grad():
-        for _, module in named_tt_modules(model):
-            for rank in module.rank_parameters():
-                rank[::2] *= 1e-3
-
-
 def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     """Build an optimizer, with state if ranks are truncated; the dense table, which TorchRec updates, never has any."""
     parameters = dict(model.named_parameters())
@@ -197,7 +189,9 @@ def train(model: nn.Module, case: Case, world: int, share_of: Callable[[int], Ke
         if scheduler and step < 2:  # gradients of the last step are compared
             scheduler.step()
         if case.truncates and step == 0:
-            weaken_(model)
+            with torch.no_grad():
+                for rank in (rank for _, module in named_tt_modules(model) for rank in module.rank_parameters()):
+                    rank[::2] *= 1e-3
             truncate_ranks_(model, optimizer, threshold=0.01)
         if isinstance(model, DistributedModelParallel) and step < 2 and (scheduler or case.truncates):
             rewrap_data_parallel_(model)

@@ -115,17 +115,6 @@ def observed(module: TTModule, scale: float = 1.0) -> list[Tensor]:
     return scores.scores()["layer"]
 
 
-def rescale_(module: TTModule) -> None:
-    """Move random factors between the cores and D, keeping the matrix the same."""
-    generator = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for k, rank in enumerate(module.rank_parameters()):
-            left, right = (10 ** torch.randn(2, len(rank), 1, generator=generator, dtype=torch.float64)).unbind()
-            module.cores()[k].mul_(left.flatten())
-            module.cores()[k + 1].mul_(right.view(-1, 1, 1, 1))
-            rank.div_(left * right)
-
-
 def test_taylor_scores_are_squared_first_order_changes(module: TTModule) -> None:
     cut = slice(module.num_rows), slice(module.num_cols)
     expected = [
@@ -140,7 +129,13 @@ def test_taylor_scores_are_squared_first_order_changes(module: TTModule) -> None
 def test_neither_the_gauge_nor_the_scale_of_the_loss_matters(module: TTModule) -> None:
     before = observed(module)
     torch.testing.assert_close(observed(module, 65536.0), before)
-    rescale_(module)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():  # move factors between the cores and D, keeping the matrix the same
+        for k, rank in enumerate(module.rank_parameters()):
+            left, right = (10 ** torch.randn(2, len(rank), 1, generator=generator, dtype=torch.float64)).unbind()
+            module.cores()[k].mul_(left.flatten())
+            module.cores()[k + 1].mul_(right.view(-1, 1, 1, 1))
+            rank.div_(left * right)
     torch.testing.assert_close(observed(module), before)
 
 

@@ -44,10 +44,6 @@ def run(config_file: Path, *overrides: str) -> tuple[Path, dict[str, Any]]:
     return Path(config.output), Trainer(config).train()
 
 
-def terminate(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_data_without_categories_is_refused(config_file: Path, data_set: Path) -> None:
     manifest = read_manifest(data_set)
     schema = replace(Schema.from_manifest(manifest), sparse={})
@@ -102,7 +98,7 @@ def test_sigterm_stops_an_evaluation_and_the_next_run_repeats_it(
         run(config_file, *evaluating, "training.steps=11")
     update = BinaryMetrics.update
     with monkeypatch.context() as patch:
-        patch.setattr(BinaryMetrics, "update", lambda *batch: terminate() or update(*batch))
+        patch.setattr(BinaryMetrics, "update", lambda *batch: os.kill(os.getpid(), signal.SIGTERM) or update(*batch))
         with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {last_step} with a checkpoint"):
             run(config_file, *evaluating)
     folder, _ = run(config_file, *evaluating)
