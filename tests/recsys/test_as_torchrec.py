@@ -32,16 +32,13 @@ import comera_rec as cr
 from comera_rec.nn import update_in_backward_
 
 
-def dlrm_tables() -> list[EmbeddingBagConfig]:
-    return [
+def build_model(**arguments: object) -> DLRM:
+    tables = [
         cr.TTEmbeddingBagConfig(name="t1", num_embeddings=5000, embedding_dim=16, feature_names=["f1"], tt_ranks=8),
         EmbeddingBagConfig(name="t2", num_embeddings=30, embedding_dim=16, feature_names=["f2"]),
     ]
-
-
-def build_model(**arguments: object) -> DLRM:
     defaults = {"dense_in_features": 5, "dense_arch_layer_sizes": [128, 128, 16], "over_arch_layer_sizes": [256, 128, 1]}
-    return cr.build_dlrm(**{"tables": dlrm_tables(), **defaults, **arguments})  # type: ignore[arg-type]
+    return cr.build_dlrm(**{"tables": tables, **defaults, **arguments})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dense", [5, 0])
