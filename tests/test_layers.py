@@ -94,12 +94,12 @@ def test_only_their_tests_import_benchmarks_and_examples() -> None:
             assert imported & {"benchmarks", "examples"} <= {allowed}, file
 
 
-def modules() -> list[str]:
-    packages = [comera_rec, data_pipeline]
-    return [info.name for package in packages for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+INFOS = [
+    info for package in (comera_rec, data_pipeline) for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+]
 
 
-@pytest.mark.parametrize("name", [name for name in modules() if not name.endswith("__main__")])
+@pytest.mark.parametrize("name", [info.name for info in INFOS if not info.name.endswith("__main__")])
 def test_docstring_examples(name: str) -> None:
     if name.endswith(".triton"):
         pytest.importorskip("triton", reason="triton is not installed")

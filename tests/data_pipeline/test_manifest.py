@@ -126,16 +126,12 @@ def test_training_reads_a_data_set_at_a_url(memory: Any, made_data: Path, monkey
     refuse(r"cannot read memory://bucket/data/manifest.json: .*; check its name and your credent", read_manifest, url)
 
 
-class NoCredentials(Exception):
-    """An error of a library that is not an OSError, as botocore's are."""
-
-
 @pytest.mark.parametrize(
     ("owner", "method"), [(MemoryFileSystem, "info"), (MemoryFileSystem, "open"), (MemoryFile, "read"), (MemoryFileSystem, "glob")]
 )
 def test_errors_of_libraries(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
     memory.pipe("/logs/day_0", b"x")
-    message = r"cannot read `input` memory://logs/day_.: NoCredentials: unable to locate credentials; check the file"
-    monkeypatch.setattr(owner, method, Mock(side_effect=NoCredentials("unable to locate credentials")))
+    message = r"cannot read `input` memory://logs/day_.: LookupError: unable to locate credentials; check the file"
+    monkeypatch.setattr(owner, method, Mock(side_effect=LookupError("unable to locate credentials")))  # no OSError, as botocore's
     url = "memory://logs/day_*" if method == "glob" else "memory://logs/day_0"
     refuse(message, lambda: make(expand([url]), tmp_path / "data"))

@@ -157,7 +157,6 @@ def ordered(order: Tensor) -> cr.TTEmbeddingBag:
     return cr.TTEmbeddingBag(60, 12, row_order=order, name="table 'x'")
 
 
-NO_TT_LINEAR = "is not that of a TT linear layer: give input modes first"
 MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: cr.TTEmbeddingBag(100, 16, mode="median"), "mode is 'median': choose one of 'sum', 'mean', 'max'"),
     (lambda: cr.TTEmbeddingBag(100, 16, impl="fast"), "impl is 'fast': choose 'auto'"),
@@ -172,7 +171,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: look_up(0, 1, 2, weights=torch.ones(3, 1)), r"per_sample_weights has shape \(3, 1\) for ids of shape \(3,\): give"),
     (lambda: ordered(torch.arange(60) + 1), "give each of the numbers 0 to 59 once"),
     (lambda: cr.TTLinear(0, 8), "in_features is 0: give a positive integer"),
-    (lambda: cr.TTLinear(16, 8, shape=cr.TTShape((4, 4), (4, 4), 2)), NO_TT_LINEAR),
+    (lambda: cr.TTLinear(16, 8, shape=cr.TTShape((4, 4), (4, 4), 2)), "is not that of a TT linear layer: give input modes"),
     (lambda: cr.TTLinear(16, 8, shape=cr.TTShape((15, 1), (1, 8), 2)), "shape spans 15 x 8, less than 16 x 8: enlarge its modes"),
     (lambda: cr.TTLinear(15, 21)(torch.randn(2, 14)), "input has 14 features and the layer takes 15"),
     (lambda: cr.LinearCompression(compression=1.0), "compression is 1.0: give a number above 1"),

@@ -87,15 +87,10 @@ def test_weights_keep_their_precision_beside_16_bit_tables() -> None:
     torch.testing.assert_close(collection(features).values()[0].detach(), row * 2**-10, rtol=0.02, atol=1e-6)
 
 
-def grouped(collection: TTEmbeddingBagCollection) -> list[list[str]]:
-    """Names of the tables that share a lookup."""
-    return [list(lookup.tables) for lookup in collection._lookups()]
-
-
 def test_tables_of_any_ranks_share_a_lookup_on_cpu_and_of_equal_ranks_elsewhere() -> None:
     tables = [table(name, [name], tt_ranks=rank) for name, rank in [("a", 8), ("b", 9), ("c", 1), ("d", 16), ("e", 17)]]
-    assert grouped(TTEmbeddingBagCollection(tables)) == [["a", "b", "c", "d", "e"]]
-    assert grouped(TTEmbeddingBagCollection(tables, device="meta")) == [["a", "c"], ["b", "d"], ["e"]]
+    for device, groups in (("cpu", [["a", "b", "c", "d", "e"]]), ("meta", [["a", "c"], ["b", "d"], ["e"]])):
+        assert [list(lookup.tables) for lookup in TTEmbeddingBagCollection(tables, device=device)._lookups()] == groups
 
 
 def test_variable_batch_with_inverse_indices() -> None:
