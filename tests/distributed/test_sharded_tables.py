@@ -123,18 +123,14 @@ def train_with(rank: int, collection: str, kind: str, device: str, name: str) ->
     else:
         model = by_hand(model, KINDS[kind])
         optimizer = plain_sgd(model)
-    start = whole_state(model)
+    state = copy.deepcopy(model.state_dict())
+    start = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
     rows = train(model, 3, [rank], optimizer)
     groups = (optimizer or model.fused_optimizer).param_groups
     assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
     for group in groups:
         group["lr"] = 0.0
     return start, rows, train(model, 1, [rank], optimizer)
-
-
-def whole_state(model: nn.Module) -> dict[str, Any]:
-    state = copy.deepcopy(model.state_dict())
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
 
 
 @pytest.mark.parametrize("collection", CASES)

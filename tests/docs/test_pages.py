@@ -17,15 +17,11 @@ PAGES = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *sor
 
 
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if PYTHON.search(page.read_text())])
-def test_snippets_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_snippets_run(name: str) -> None:
     """Run the blocks in order in one namespace."""
     names: dict[str, object] = {"__name__": "__main__"}
     for snippet in PYTHON.findall(PAGES[name].read_text()):
         exec(compile(snippet, name, "exec"), names)
-    if name == "README.md":  # the swap
-        printed = capsys.readouterr().out
-        assert "torch.Size([2, 64])" in printed
-        assert "| 624,039 |" in printed
 
 
 def test_commands_of_the_quickstart(tmp_path: Path) -> None:
