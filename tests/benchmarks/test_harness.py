@@ -26,22 +26,10 @@ SMALL_LINEAR = LinearCase(batch=6, in_features=17, out_features=12, rank=3)
 @pytest.fixture
 def row() -> Row:
     return Row(
-        op="linear",
-        provider="TTLinear",
-        shapes={"batch": 4, "ranks": [8, 8]},
-        dtype="float32",
-        pass_="forward+backward",
-        p20=1.0,
-        p50=2.0,
-        p80=4.0,
-        unit="ms",
-        samples=10,
-        ratios={"nn.Linear": 1.5},
-        counted={"flops": 12.0},
-        seed=0,
-        date="2026-01-01T00:00:00+00:00",
-        **describe("cpu"),
-    )
+        op="linear", provider="TTLinear", shapes={"batch": 4, "ranks": [8, 8]}, dtype="float32", pass_="forward+backward",
+        p20=1.0, p50=2.0, p80=4.0, unit="ms", samples=10, ratios={"nn.Linear": 1.5}, counted={"flops": 12.0},
+        seed=0, date="2026-01-01T00:00:00+00:00", **describe("cpu"),
+    )  # fmt: skip
 
 
 def test_written_rows_are_read_back_and_a_failed_run_leaves_them_alone(row: Row, tmp_path: Path) -> None:

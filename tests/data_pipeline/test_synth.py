@@ -13,7 +13,7 @@ import pytest
 from refusals import refuse
 
 from data_pipeline import synth as synth_module
-from data_pipeline.planted import DRAWS, PlantedModel
+from data_pipeline.planted import DRAWS, MISSING_RATES, PlantedModel
 from data_pipeline.synth import SynthOptions, synth
 
 
@@ -46,6 +46,17 @@ def test_log_and_truth(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "raw" / "train.truth.json").read_text())
     assert written == truth
     assert (written["rows"], written["seed"], written["scale"]) == (30_000, 3, 0.05)
+
+
+def test_rare_values_of_a_topic_share_effects() -> None:
+    model = PlantedModel(seed=0, scale=1.0, decay=0.5, groups=0.7)
+    draws = np.tile(np.random.default_rng(1).random(model.draws), (2000, 1))
+    draws[:, DRAWS - 1 - len(MISSING_RATES) : DRAWS - 1] = 1  # no cell is missing
+    draws[:, DRAWS + 1 :] = 0  # every cell follows its row's topic
+    draws[:, 2], draws[:, DRAWS] = np.linspace(0.7, 0.8, 2000), np.arange(2000) % 2 / 2  # rare values of two topics
+    probability = model.rows(draws).probability
+    logit = np.log(probability / (1 - probability))
+    assert logit[::2].std() < 0.2 * logit.std()
 
 
 def test_one_log_per_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
