@@ -1,4 +1,4 @@
-"""The benchmark harness: rows, percentiles, agreement, turns, memory, whole trainings, and small runs from end to end."""
+"""The benchmark harness: rows, percentiles, agreement, cases, mistakes, and small runs from end to end."""
 
 from __future__ import annotations
 
@@ -113,9 +113,6 @@ def test_a_quick_run_yields_rows(name: str, tmp_path: Path) -> None:
     CliRunner().invoke(run, arguments, standalone_mode=False, catch_exceptions=False)
     rows = read_rows(file)
     assert {row.op for row in rows} == {name}
-    if name == "linear":
-        made = {(row.provider, row.pass_) for row in rows}
-        assert made == {(provider, pass_) for provider in ("nn.Linear", "TTLinear") for pass_ in ("forward", "forward+backward")}
     if name in RESUMABLE:  # finished runs aren't repeated
         CliRunner().invoke(run, arguments, standalone_mode=False, catch_exceptions=False)
         assert read_rows(file) == rows

@@ -1,4 +1,4 @@
-"""Synthetic logs: Criteo's format and distributions, one log per seed, and a truth file with the true probabilities."""
+"""Synthetic logs: Criteo's format, one log per seed, and a truth file with the true probabilities."""
 
 from __future__ import annotations
 

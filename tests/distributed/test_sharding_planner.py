@@ -1,4 +1,4 @@
-"""Plans for TT tables and dense tables together: the cheapest by the planner's estimates, whose bytes are those that are sent."""
+"""Plans for TT tables and dense tables together: what they follow, refuse and count, and that the bytes counted are sent."""
 
 from __future__ import annotations
 
