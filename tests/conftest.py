@@ -1,11 +1,11 @@
-"""Fixtures for all tests: poisoned uninitialized memory, fixed seeds, and random jagged batches."""
+"""Fixtures for all tests: poisoned uninitialized memory, fixed seeds, and a data set."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -14,11 +14,6 @@ import torch
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
-
-try:
-    from torchrec import KeyedJaggedTensor
-except ImportError:  # kernels are also tested without TorchRec, see benchmarks/gpu
-    KeyedJaggedTensor = None  # type: ignore[assignment, misc]
 
 RUN = """
 output = "{output}"
@@ -116,30 +111,6 @@ def on_threads() -> Iterator[Callable]:
 
     yield run
     torch.set_num_threads(1)
-
-
-def _random_jagged(
-    features: Mapping[str, int], batch: int, *, weighted: bool = False, longest: int = 4, seed: int = 0
-) -> KeyedJaggedTensor:
-    """Bags of 0 to `longest` ids below each feature's limit, with repeats; every table's first and last id occur."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths, values = [], []
-    for limit in features.values():
-        length = torch.randint(0, longest + 1, (batch,), generator=generator)
-        ids = torch.randint(0, limit, (int(length.sum()),), generator=generator)
-        ids[:1] = 0
-        ids[-2:] = limit - 1
-        lengths.append(length)
-        values.append(ids)
-    flat = torch.cat(values)
-    weights = torch.rand(len(flat), generator=generator) + 0.5 if weighted else None
-    return KeyedJaggedTensor(keys=list(features), values=flat, lengths=torch.cat(lengths), weights=weights)
-
-
-@pytest.fixture(scope="session")
-def random_jagged() -> Callable[..., KeyedJaggedTensor]:
-    """`random_jagged({feature: limit}, batch, weighted=..., longest=..., seed=...)` -> KeyedJaggedTensor."""
-    return _random_jagged
 
 
 @pytest.fixture(scope="session")

@@ -178,12 +178,7 @@ class Managed(Program):
         return self.over(torch.cat([self.sparse(ids)[0].values(), self.day(day.values(), day.offsets())], dim=1)).squeeze(1)
 
 
-PROGRAMS: dict[str, type[Program]] = {
-    "dlrm": Dlrm,
-    "two tower": TwoTower,
-    "bert4rec": Bert4Rec,
-    "managed": Managed,
-}
+PROGRAMS: dict[str, type[Program]] = {"dlrm": Dlrm, "two tower": TwoTower, "bert4rec": Bert4Rec, "managed": Managed}
 
 
 def batch(step: int, processes: range) -> Batch:

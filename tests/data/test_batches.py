@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from dataclasses import asdict
 from operator import itemgetter
@@ -105,19 +103,6 @@ def assert_equal(left: Batch, right: Batch) -> None:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     return write_dataset(tmp_path / "data", train=100, val=20)
-
-
-def test_reading_does_not_import_pandas(tmp_path: Path) -> None:
-    """Some of pyarrow's conversions would, at a cost of 80 MiB and most of a second."""
-    data = write_dataset(tmp_path / "data", train=100, lists=True)
-    program = """
-import sys
-from comera_rec.data import ParquetBatches
-for batch in ParquetBatches(sys.argv[1], "train", batch_size=10, shuffle=True, readers=2):
-    pass
-sys.exit("pandas" in sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program, data], check=True)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -36,10 +36,8 @@ def cells(array: pa.Array, missing: tuple[str, ...] = (), **column: Any) -> tupl
         return [value.tolist() for value in values], [reason for _, reason in parsed.reasons]
     special = {"label": parsed.labels, "weight": [parsed.weights], "time": [parsed.times]}
     values = special.get(column["kind"], parsed.integers if len(parsed.integers) else parsed.keys)[0]
-    is_missing = [*parsed.integer_missing, *parsed.key_missing, [False] * parsed.rows][0]
-    return [None if gone else value for value, gone in zip(values.tolist(), is_missing, strict=True)], [
-        r for _, r in parsed.reasons
-    ]
+    gaps = [*parsed.integer_missing, *parsed.key_missing, [False] * parsed.rows][0]
+    return [None if gap else value for value, gap in zip(values.tolist(), gaps, strict=True)], [r for _, r in parsed.reasons]
 
 
 BYTES = pa.large_binary()

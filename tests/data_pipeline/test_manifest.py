@@ -47,14 +47,8 @@ def test_keys_of_the_file(data: Path) -> None:
         (lambda m: m["rows"].pop("in"), "manifest.json: rows.in: Field required"),
         (lambda m: m["splits"].pop("val"), "manifest.json: splits.val: Field required"),
         (lambda m: m["categorical_columns"][2].update(num_embeddings="many"), "categorical_columns.2.num_embeddings: .*integer"),
-        (
-            lambda m: m["splits"]["train"]["shards"][0].update(path="/etc/passwd"),
-            "json: /etc/passwd is outside of .*data; run",
-        ),
-        (
-            lambda m: m["splits"]["test"]["shards"][0].update(path="test/../../x"),
-            "json: test/../../x is outside of .*data",
-        ),
+        (lambda m: m["splits"]["train"]["shards"][0].update(path="/etc/passwd"), "json: /etc/passwd is outside of .*data; run"),
+        (lambda m: m["splits"]["test"]["shards"][0].update(path="test/../../x"), "json: test/../../x is outside of .*data"),
         (lambda m: m["categorical_columns"][0]["vocabulary"].update(path="../x"), "json: ../x is outside of .*data"),
         (lambda m: m.update(format_version=99), "format_version: Input should be 1; run `comera preprocess` again"),
     ],
@@ -132,17 +126,12 @@ def test_training_reads_a_data_set_at_a_url(memory: Any, made_data: Path, monkey
     refuse(r"cannot read memory://bucket/data/manifest.json: .*; check its name and your credent", read_manifest, url)
 
 
-class NoCredentials(Exception):
-    """An error of a library that is not an OSError, as botocore's are."""
-
-
 @pytest.mark.parametrize(
-    ("owner", "method"),
-    [(MemoryFileSystem, "info"), (MemoryFileSystem, "open"), (MemoryFile, "read"), (MemoryFileSystem, "glob")],
+    ("owner", "method"), [(MemoryFileSystem, "info"), (MemoryFileSystem, "open"), (MemoryFile, "read"), (MemoryFileSystem, "glob")]
 )
 def test_errors_of_libraries(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
     memory.pipe("/logs/day_0", b"x")
-    message = r"cannot read `input` memory://logs/day_.: NoCredentials: unable to locate credentials; check the file"
-    monkeypatch.setattr(owner, method, Mock(side_effect=NoCredentials("unable to locate credentials")))
+    message = r"cannot read `input` memory://logs/day_.: LookupError: unable to locate credentials; check the file"
+    monkeypatch.setattr(owner, method, Mock(side_effect=LookupError("unable to locate credentials")))  # no OSError, as botocore's
     url = "memory://logs/day_*" if method == "glob" else "memory://logs/day_0"
     refuse(message, lambda: make(expand([url]), tmp_path / "data"))

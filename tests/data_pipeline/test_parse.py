@@ -86,11 +86,7 @@ NUMBERS = st.one_of(
     ),
 )
 JUNK = st.text("01xX -+.,|\t\"'\r\\é\0", max_size=4)
-
-
 CELLS = st.one_of(NUMBERS, JUNK, st.sampled_from(["a|b", "|", "a|", "|a", "a||b", "x y", "", "0", "1", "é|ü"]))
-
-
 GOOD_ROWS = [["7", "x", "1", "a|b", "-5", "fF", "0", "x y z"], ["", "", "0", "", "", "", "1", ""]]
 LINES = st.lists(st.lists(CELLS, min_size=7, max_size=9), max_size=4)
 

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from processes import run as run_processes
+from refusals import refuse
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from comera_rec import TTEmbeddingBag
@@ -31,46 +32,34 @@ def message_of(on: str, failing: bool) -> str:
     return str(caught.value)
 
 
-def agree(rank: int) -> None:
-    size = 3
-    assert (WORLD.process_rank, WORLD.size) == (rank, size)
+def agree(rank: int, size: int) -> None:
+    assert (WORLD.process_rank, WORLD.size, WORLD.several, WORLD.is_first) == (rank, size, size > 1, rank == 0)
     assert WORLD.on_first(lambda: rank) == 0
-    assert WORLD.on_each(lambda: rank * 10) == [0, 10, 20]
-    assert WORLD.merge({"all": rank, f"of {rank}": rank}) == {"all": 0, "of 0": 0, "of 1": 1, "of 2": 2}
+    assert WORLD.on_each(lambda: rank * 10) == [0, 10, 20][:size]
+    assert WORLD.merge({"all": rank, f"of {rank}": rank}) == {"all": 0} | {f"of {each}": each for each in range(size)}
     assert WORLD.count({"all": 0, f"of {rank}": 0}) == {"all": size, f"of {rank}": 1}
-    assert WORLD.concatenate(torch.arange(rank + 1)).tolist() == [0, 0, 1, 0, 1, 2]
-    assert WORLD.sum(torch.tensor([1.0, rank])).tolist() == [size, 0 + 1 + 2]
-    assert WORLD.mean(torch.tensor(float(rank))).item() == 1
+    assert WORLD.concatenate(torch.arange(rank + 1)).tolist() == [0, 0, 1, 0, 1, 2][: size * (size + 1) // 2]
+    assert WORLD.sum(torch.tensor([1.0, rank])).tolist() == [size, sum(range(size))]
+    mean = WORLD.mean(torch.tensor(float(rank), requires_grad=True))
+    assert (mean.item(), mean.requires_grad) == ((size - 1) / 2, False)
     assert WORLD.max(rank) == size - 1
-    assert [WORLD.any(rank == 1), WORLD.any(rank == 9)] == [True, False]
+    assert [WORLD.any(rank == size - 1), WORLD.any(rank == 9)] == [True, False]
     assert message_of("on_first", rank == 0) == "process 0 can't"
-    assert message_of("on_each", rank > 0) == "process 1 can't"
+    assert message_of("on_each", rank > 0 or size == 1) == f"process {min(1, size - 1)} can't"
 
 
-def test_all_processes_agree() -> None:
-    run_processes(3, agree)
-
-
-def test_one_process_agrees_with_itself() -> None:
-    assert not WORLD.several
-    assert WORLD.is_first
-    assert WORLD.on_each(lambda: 7) == [7]
-    assert WORLD.merge({"a": 1}) == {"a": 1}
-    assert WORLD.max(3.0) == 3.0
-    values = torch.tensor([1.0], requires_grad=True)
-    assert not WORLD.mean(values).requires_grad
-    assert message_of("on_first", True) == "process 0 can't"
+def test_all_processes_agree_and_one_with_itself() -> None:
+    run_processes(3, agree, 3)
+    agree(0, 1)
 
 
 def test_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT: launch with torchrun"):
-        join_launched(torch.device("cpu"))
+    refuse("WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT: launch with torchrun", join_launched, torch.device("cpu"))
     monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(ValueError, match="the environment variable WORLD_SIZE is 'two': launch with torchrun, or unset it"):
-        launcher_number("WORLD_SIZE", 1)
+    refuse("the environment variable WORLD_SIZE is 'two': launch with torchrun, or unset it", launcher_number, "WORLD_SIZE", 1)
 
 
 JOIN_AND_LEAVE = """
@@ -111,8 +100,7 @@ def fully_sharded(process_rank: int) -> None:
     warnings.simplefilter("ignore")
     bag = TTEmbeddingBag(1000, 16, tt_ranks=4)
     wrapped = FullyShardedDataParallel(bag, use_orig_params=True, device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match="the table is in a FullyShardedDataParallel, which mixes up the gradients of cores"):
-        wrapped(torch.tensor([[1, 2]]))
+    refuse("the table is in a FullyShardedDataParallel, which mixes up the gradients of cores", wrapped, torch.tensor([[1, 2]]))
 
 
 def test_tables_in_fully_sharded_data_parallel_are_refused() -> None:

@@ -1,14 +1,8 @@
-"""Programs in the style of public ones, and TorchRec's example: swapped and sharded, they train as without sharding."""
+"""Programs in the style of public ones: swapped and sharded, they train as without sharding."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import runpy
-import socket
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +11,6 @@ from processes import run
 from sharding import shard
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import start_processes
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -87,30 +80,3 @@ def test_every_step_moves_the_tables_as_without_sharding(world: int) -> None:
             movement, wanted = (values[step + 1][key] - values[step][key] for values in (sharded, expected))
             assert wanted.any(), key
             torch.testing.assert_close(movement, wanted, atol=1e-5, rtol=1e-3, msg=f"{name}: {key} in step {step}")
-
-
-EXAMPLES = Path(__file__).parents[2] / "examples" / "torchrec"
-
-
-def run_script(process_rank: int, example: Path, port: int, printed: Path) -> None:
-    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(process_rank)}
-    torch.set_num_threads(1)
-    with printed.open("a") as file, contextlib.redirect_stdout(file):
-        runpy.run_path(str(example), run_name="__main__")
-
-
-def test_both_forms_train_on_two_processes(tmp_path: Path) -> None:
-    """As under torchrun, but without importing torch and TorchRec three more times."""
-    parameters = {}
-    for name in ("train_dlrm.py", "train_dlrm_tt.py"):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        start_processes(run_script, (EXAMPLES / name, port, tmp_path / name), 2, start_method="forkserver")
-        printed = (tmp_path / name).read_text()
-        losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)]
-        assert len(losses) >= 4
-        assert losses[0] > 0.3  # a fair coin's is 0.69
-        assert losses[-1] < 0.2
-        parameters[name] = int(re.search(r"^tables: (\S+) parameters$", printed, re.MULTILINE)[1].replace(",", ""))
-    assert parameters["train_dlrm.py"] > 50 * parameters["train_dlrm_tt.py"]

@@ -10,6 +10,7 @@ import torch
 from foreign_programs import managed_collisions
 from in_backward import _apply_optimizer_in_backward
 from processes import run
+from refusals import refuse
 from sharding import shard
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, PoolingType
@@ -183,11 +184,9 @@ def test_hot_rows_of_new_ids_are_zero_on_all_processes() -> None:
 def mistakes(process_rank: int) -> None:
     dense, ordered, kinds = (Model(Case()) for _ in range(3))
     dense.sparse._embedding_module = cr.TTEmbeddingBagCollection([tables(Case())[0], tables(Case(is_tt=False))[1]])
-    with pytest.raises(ValueError, match="table 'products' is dense, in a managed collision module with TT tables, which is shar"):
-        shard(dense, {})
+    refuse("table 'products' is dense, in a managed collision module with TT tables, which is shar", shard, dense, {})
     ordered.sparse._embedding_module.tt_bag("people").set_row_order_(torch.arange(32).flip(0))
-    with pytest.raises(ValueError, match="table 'people' has a row order, but managed collisions choose the rows of ids"):
-        shard(ordered, {})
+    refuse("table 'people' has a row order, but managed collisions choose the rows of ids", shard, ordered, {})
     with pytest.raises(PlannerError, match=r"^table 'products': "):
         shard(kinds, {"products": "table_wise"})
     names = set(Model(Case()).state_dict())

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from processes import run
+from refusals import refuse
 from sharding import shard
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor, PoolingType
@@ -154,14 +155,6 @@ def sharded(case: Case, group: dist.ProcessGroup | None = None, **settings: obje
     return shard(Model(case), {**kinds, **dense}, fused=fused, group=group)
 
 
-def weaken_(model: nn.Module) -> None:
-    """Make every other rank parameter of every TT table small enough to be truncated."""
-    with torch.no_grad():
-        for _, module in named_tt_modules(model):
-            for rank in module.rank_parameters():
-                rank[::2] *= 1e-3
-
-
 def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     """Build an optimizer, with state if ranks are truncated; the dense table, which TorchRec updates, never has any."""
     parameters = dict(model.named_parameters())
@@ -196,7 +189,9 @@ def train(model: nn.Module, case: Case, world: int, share_of: Callable[[int], Ke
         if scheduler and step < 2:  # gradients of the last step are compared
             scheduler.step()
         if case.truncates and step == 0:
-            weaken_(model)
+            with torch.no_grad():
+                for rank in (rank for _, module in named_tt_modules(model) for rank in module.rank_parameters()):
+                    rank[::2] *= 1e-3
             truncate_ranks_(model, optimizer, threshold=0.01)
         if isinstance(model, DistributedModelParallel) and step < 2 and (scheduler or case.truncates):
             rewrap_data_parallel_(model)
@@ -224,10 +219,6 @@ def train_sharded(rank: int, cases: list[Case]) -> list[dict[str, Tensor]]:
     return outcomes
 
 
-def train_single(case: Case, world: int) -> dict[str, Tensor]:
-    return train(Model(case), case, world, lambda step: joined(global_batch(step, sum(SIZES[:world]), case)))
-
-
 MIXED = ("row_wise", "table_wise", "data_parallel")
 CASES = {  # of each number of processes
     2: [
@@ -252,7 +243,9 @@ def test_losses_gradients_and_parameters_are_those_of_one_process(processes: int
     of_processes = run(processes, train_sharded, CASES[processes])
     for number, case in enumerate(CASES[processes]):
         world = processes - case.spare
-        compare([outcomes[number] for outcomes in of_processes[:world]], train_single(case, world), case)
+        whole = lambda step, case=case, world=world: joined(global_batch(step, sum(SIZES[:world]), case))  # noqa: E731
+        single = train(Model(case), case, world, whole)
+        compare([outcomes[number] for outcomes in of_processes[:world]], single, case)
 
 
 def compare(results: list[dict[str, Tensor]], expected: dict[str, Tensor], case: Case) -> None:
@@ -328,11 +321,9 @@ def test_a_checkpoint_of_four_processes_loads_on_two_on_one_and_dense(tmp_path: 
 def test_states_that_do_not_fit_an_optimizer_are_refused() -> None:
     model = Model(Case(MIXED))
     optimizer, fresh = step_with_adam(model, 0), torch.optim.Adam(model.parameters())
-    with pytest.raises(ValueError, match=r"the state lacks 'step' of 'bags\.tt_bags\.two\.core_0': give what optimizer_state"):
-        load_optimizer_state_(model, optimizer, {})
+    refuse(r"the state lacks 'step' of 'bags\.tt_bags\.two\.core_0': give what", load_optimizer_state_, model, optimizer, {})
     for state in ({}, optimizer_state(model, optimizer)):
-        with pytest.raises(ValueError, match="the Adam has no state yet to load into: let it take a step"):
-            load_optimizer_state_(model, fresh, state)
+        refuse("the Adam has no state yet to load into: let it take a step", load_optimizer_state_, model, fresh, state)
 
 
 BAD_BATCHES = [
@@ -351,8 +342,7 @@ def mistakes(rank: int) -> None:
     model = sharded(Case(MIXED))
     for keys, key, bad, message in BAD_BATCHES:
         lengths = torch.tensor([int(name == key) for name in keys])
-        with pytest.raises(ValueError, match=message):
-            model(KeyedJaggedTensor(keys, torch.tensor([bad]), lengths=lengths))
+        refuse(message, model, KeyedJaggedTensor(keys, torch.tensor([bad]), lengths=lengths))
     strides = [[1], [0], [0], [0], [0]]
     with pytest.raises(ValueError, match="features have different batch sizes: give the KeyedJaggedTensor inverse indices, or"):
         model(KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), lengths=torch.tensor([5]), stride_per_key_per_rank=strides))
@@ -363,8 +353,7 @@ def test_bad_batches_are_named_before_ids_are_sent_and_frozen_tables_stay_frozen
 
 
 def lenient(rank: int) -> None:
-    with pytest.raises(ValueError, match="tables of 'shared' differ in rows"):
-        sharded(Case(MIXED), bounds_check_mode=BoundsCheckMode.IGNORE)
+    refuse("tables of 'shared' differ in rows", sharded, Case(MIXED), bounds_check_mode=BoundsCheckMode.IGNORE)
     configs = [
         Table(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name]) for name, rows in (("tt", 50), ("dense", 9))
     ]

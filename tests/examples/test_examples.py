@@ -13,7 +13,6 @@ import torch
 
 from comera_rec.cli.errors import run_command
 from examples import classify_text, next_item, pretrain_code
-from examples.text import CLS, MASK, PAD, SEP, SPECIAL, TextBatch, batches_of, byte_pairs, word_pieces
 
 TINY = [
     "model.embed_dim=16", "model.num_layers=1", "model.num_heads=2", "model.ff_dim=32", "model.max_length=24", "model.dropout=0.0",
@@ -81,59 +80,6 @@ def test_pretraining_on_code_in_two_phases(tmp_path: Path, run: Run) -> None:
     assert metrics["loss"] < math.log(400) - 0.5
     assert metrics["rank_history"][-1]["stage"] == "done"
     assert "400 tokens" in out
-
-
-def test_nested_functions_and_methods_are_found(tmp_path: Path) -> None:
-    file = tmp_path / "code.py"
-    file.write_text("def f(x):\n    return x\n\nclass C:\n    async def g(self):\n        def h(): pass\n")
-    assert sorted(pretrain_code.functions_of(file)) == [
-        "        def h(): pass\n", "    async def g(self):\n        def h(): pass\n", "def f(x):\n    return x\n"
-    ]  # fmt: skip
-    file.write_bytes(b"def broken(:\n")
-    assert list(pretrain_code.functions_of(file)) == []
-
-
-def test_the_right_fraction_of_tokens_is_masked_and_no_special_token() -> None:
-    ids = torch.randint(len(SPECIAL), 1000, (200, 50))
-    ids[:, 0], ids[:, -1] = CLS, PAD
-    batch = TextBatch(ids, ids == PAD, None)
-    masked, chosen = pretrain_code.mask_tokens(batch, 0.15, 1000, torch.Generator().manual_seed(0))
-    assert not chosen[:, [0, -1]].any()
-    assert torch.equal(masked.ids[~chosen], ids[~chosen])
-    num_ordinary = ids[:, 1:-1].numel()
-    assert int(chosen.sum()) / num_ordinary == pytest.approx(0.15, abs=0.02)
-    masked_ids = masked.ids[chosen]
-    assert float((masked_ids == MASK).double().mean()) == pytest.approx(0.8, abs=0.05)
-    assert float((masked_ids == ids[chosen]).double().mean()) == pytest.approx(0.1, abs=0.05)
-    one = TextBatch(torch.tensor([[CLS, 9, SEP]]), None, None)
-    assert pretrain_code.mask_tokens(one, 1e-9, 1000, torch.Generator().manual_seed(0))[1].sum() == 1
-
-
-def test_batches_hold_every_sequence_once_and_little_padding() -> None:
-    sequences = [[7] * length for length in torch.randint(1, 40, (999,)).tolist()]
-    for seed in (None, 3):
-        batches = list(batches_of(sequences, list(range(999)), 16, seed))
-        assert sorted(torch.cat([batch.labels for batch in batches]).tolist()) == list(range(999))
-        for batch in batches:
-            lengths = [len(sequences[i]) for i in batch.labels]
-            padding = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
-            assert torch.equal(batch.ids, torch.where(padding, PAD, 7))
-            assert torch.equal(batch.padding, padding) if padding.any() else batch.padding is None
-        padded = sum(batch.ids.numel() for batch in batches)
-        assert padded < 1.15 * sum(map(len, sequences))
-    one, other = ([batch.ids.shape for batch in batches_of(sequences, None, 16, seed)] for seed in (3, 4))
-    assert one != other
-
-
-def test_tokenizers_frame_and_truncate() -> None:
-    words = word_pieces(["Good films are good"] * 3, 60, 6)
-    assert words.encode("good").ids == words.encode("GOOD").ids
-    assert words.encode("good").tokens == ["[CLS]", "good", "[SEP]"]
-    assert words.encode("good", "films").tokens == ["[CLS]", "good", "[SEP]", "films", "[SEP]"]
-    assert len(words.encode("good films are good good films").ids) == 6
-    source = "def f(x):\n\treturn  x"
-    code = byte_pairs([source], 300, 99)
-    assert code.decode(code.encode(source).ids) == source
 
 
 def refusal(run: Run, command: click.Command, *arguments: str) -> str:

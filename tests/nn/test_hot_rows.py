@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward
+from refusals import refuse
 from torch import Tensor, nn
 
 import comera_rec as cr
@@ -124,8 +125,7 @@ def test_blocks_fill_their_budget_with_as_many_rows_in_all_tables(budget: int) -
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(blocks: tuple[tuple[int, int], ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TTEmbeddingBag(100, 12, hot_rows=blocks)
+    refuse(message, TTEmbeddingBag, 100, 12, hot_rows=blocks)
     with pytest.raises(ValueError, match=f"table 't': .*{message}"):
         cr.TTEmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=12, tt_ranks=2, hot_rows=blocks)
     with pytest.raises(ValueError, match="which a dense table can't have: give tt_ranks or shape"):
@@ -181,20 +181,19 @@ def test_differences_by_chance_move_nothing() -> None:
 
 def test_tables_go_by_name_and_mistakes_are_named() -> None:
     model, _ = trained()
-    with pytest.raises(ValueError, match=r"'users' names 0 TT tables with hot rows, not one: the model has \['pages'\]"):
-        rerank_hot_rows_(model, None, {"users": torch.zeros(ROWS)})
-    both = nn.ModuleDict({"a": model, "b": copy.deepcopy(model)})
-    with pytest.raises(ValueError, match="'pages' names 2 TT tables"):
-        rerank_hot_rows_(both, None, {"pages": torch.zeros(ROWS)})
+    both, counts = (
+        nn.ModuleDict({"a": model, "b": copy.deepcopy(model)}),
+        torch.zeros(ROWS).index_fill(0, torch.tensor(599), 100),
+    )
+    refuse("'users' names 0 TT tables with hot rows, not one: the model has", rerank_hot_rows_, model, None, {"users": counts})
+    refuse("'pages' names 2 TT tables", rerank_hot_rows_, both, None, {"pages": counts})
     others = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    counts = torch.zeros(ROWS).index_fill(0, torch.tensor([ROWS - 1]), 100)
     assert rerank_hot_rows_(both, others, {"b.pages": counts}) == {"b.pages": 1}
     assert not others.state_dict()["state"]
     settings: dict[str, Any] = {"num_embeddings": ROWS, "embedding_dim": 8, "feature_names": ["f"], "tt_ranks": 2, "hot_rows": HOT}
     collection = cr.TTEmbeddingBagCollection([cr.TTEmbeddingBagConfig(name="t", **settings)])
     assert rerank_hot_rows_(nn.Sequential(collection), None, {"t": counts}) == {"t": 1}, "tables of collections go by name"
-    with pytest.raises(ValueError, match=r"frequencies of 'pages' have shape \(5,\): give 600 counts"):
-        rerank_hot_rows_(model, None, {"pages": torch.zeros(5)})
+    refuse(r"frequencies of 'pages' have shape \(5,\): give 600 counts", rerank_hot_rows_, model, None, {"pages": torch.zeros(5)})
 
 
 ORDERED_ROWS, DIM = 60, 12

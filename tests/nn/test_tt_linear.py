@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuse
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -69,61 +70,12 @@ def test_gradients_of_first_and_second_order(order: int) -> None:
 def test_inputs_of_another_type_are_refused_unless_autocast_converts_them() -> None:
     layer = TTLinear(15, 21, tt_ranks=4)
     for dtype in (torch.float64, torch.int64):
-        with pytest.raises(ValueError, match=f"input is {dtype} and the layer torch.float32: give one type, or floats under"):
-            layer(torch.ones(2, 15, dtype=dtype))
+        refuse(f"input is {dtype} and the layer torch.float32: give one type, or floats", layer, torch.ones(2, 15, dtype=dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        assert layer(torch.ones(2, 15, dtype=torch.float16)).dtype == torch.bfloat16
-        with pytest.raises(ValueError, match=r"input is torch\.int64"):
-            layer(torch.ones(2, 15, dtype=torch.int64))
-
-
-def test_backward_keeps_only_the_input_and_tensors_of_rank_columns() -> None:
-    layer, x = TTLinear(60, 70, tt_ranks=4), torch.randn(1000, 60, requires_grad=True)
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(x)
-    assert max(tensor.numel() for tensor in kept if tensor.data_ptr() != x.data_ptr()) == 1000 * 4  # x L
-
-
-def test_compiled_layers_accept_any_batch_in_one_graph_and_see_truncated_ranks() -> None:
-    layer = TTLinear(1000, 500, tt_ranks=64)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-
-    def compare(*leading: int) -> None:
-        x = torch.randn(*leading, 1000, requires_grad=True)
-        actual, expected = compiled(x), layer(x)
-        torch.testing.assert_close(actual, expected)
-        inputs = [x, *layer.parameters()]
-        torch.testing.assert_close(torch.autograd.grad(actual.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
-
-    for leading in ((1,), (2, 3), (300,), (0,)):
-        compare(*leading)
-    with torch.no_grad():
-        for diagonal in layer.rank_parameters():
-            diagonal[2:] = 0
-    truncate_ranks_(layer, threshold=0.4)
-    compare(5)
-
-
-@pytest.mark.parametrize(("size", "order", "rank", "batch"), [((64, 27), 6, 8, 16), ((1024, 1024), 4, 64, 300)])
-def test_autocast_computes_in_bfloat16_and_keeps_float_gradients(size: tuple[int, int], order: int, rank: int, batch: int) -> None:
-    layer = TTLinear(*size, shape=TTShape.for_linear(*size, tt_ranks=rank, order=order))
-    x = torch.randn(batch, size[0])
-    expected = layer(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = layer(x)
-    assert actual.dtype == torch.bfloat16
-    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=8 * 2**-8 * float(expected.detach().abs().max()))
-    actual.float().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.dtype == torch.float32, name
-        assert parameter.grad.any(), name
+        rough = layer(torch.ones(2, 15, dtype=torch.float16))
+        refuse(r"input is torch\.int64", layer, torch.ones(2, 15, dtype=torch.int64))
+    torch.testing.assert_close(rough, layer(torch.ones(2, 15)).bfloat16(), rtol=0.05, atol=0.02)
+    assert {gradient.dtype for gradient in torch.autograd.grad(rough.float().sum(), list(layer.parameters()))} == {torch.float32}
 
 
 @pytest.mark.parametrize("order", [2, 4, 6])
@@ -140,8 +92,7 @@ def test_initial_weights_and_bias_are_spread_like_those_of_a_dense_layer(order: 
 
 def test_cores_must_stay_parameters() -> None:
     layer = prune.l1_unstructured(TTLinear(16, 16, tt_ranks=2), "core_0", 0.5)
-    with pytest.raises(ValueError, match=r"core_0 of a TTLinear isn't a parameter any more: don't parametrize or prune TT modules"):
-        layer(torch.ones(1, 16))
+    refuse(r"core_0 of a TTLinear isn't a parameter any more: don't parametrize or prune TT modules", layer, torch.ones(1, 16))
 
 
 def tt_names(model: nn.Module) -> list[str]:
@@ -240,20 +191,12 @@ def test_tied_layers_change_their_ranks_together() -> None:
     assert torch.equal(resumed(x), model(x))
 
 
-class Scores(nn.Module):
-    """A token embedding whose table is also the output layer's weight, as in language models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(300, 128)
-        self.body = nn.Linear(128, 128)
-        self.output = nn.Linear(128, 300, bias=False)
-        self.output.weight = self.embedding.weight
-
-
 def test_weights_shared_with_what_stays_dense_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict({"scores": Scores(), "tied": tied()})
-    owners = [model["scores"].output, model["scores"].embedding, model["tied"][0], model["tied"][2]]
+    # The output layer of a language model may have the weight of its token embedding.
+    layers = {"embedding": nn.Embedding(300, 128), "body": nn.Linear(128, 128), "output": nn.Linear(128, 300, bias=False)}
+    layers["output"].weight = layers["embedding"].weight
+    model = nn.ModuleDict({"scores": nn.ModuleDict(layers), "tied": tied()})
+    owners = [layers["output"], layers["embedding"], model["tied"][0], model["tied"][2]]
     weights = [owner.weight for owner in owners]
     with caplog.at_level(logging.INFO, logger="comera_rec"):
         compress_(model, linears=LinearCompression(tt_ranks=4, policy="always"), filter_fn=lambda module, name: name != "tied.2")
@@ -261,7 +204,7 @@ def test_weights_shared_with_what_stays_dense_stay_dense(caplog: pytest.LogCaptu
     assert all(owner.weight is weight for owner, weight in zip(owners, weights, strict=True))
     assert "scores.output: 128 x 300, stays dense: its weight is also that of 'scores.embedding'" in caplog.messages
     assert "tied.0: 256 x 256, stays dense: its weight is also that of 'tied.2'" in caplog.messages
-    for dense in (model["scores"].output, nn.MultiheadAttention(128, 4)):  # whose linear layer is of a subclass
+    for dense in (layers["output"], nn.MultiheadAttention(128, 4)):  # whose linear layer is of a subclass
         with pytest.raises(ValueError, match="no linear layer was compressed"):
             compress_(dense, linears=LinearCompression(tt_ranks=4), filter_fn=lambda module, name: module is not owners[0])
 

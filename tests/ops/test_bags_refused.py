@@ -12,6 +12,7 @@ import torch
 from bag_tables import TOLERANCE, every_impl, make_tables, plan_of, pool, pool_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuse
 from torch import Tensor
 
 from comera_rec.ops import plan_lookup
@@ -31,10 +32,9 @@ def test_offsets_that_do_not_ascend_are_refused(impl: str, offsets: list[int], m
 @every_impl
 def test_modes_and_weights_that_do_not_fit_are_refused(impl: str) -> None:
     tables, ids, offsets = make_tables([(5, 4)], (2, 3), (2,)), [torch.tensor([3, 4, 3])], torch.tensor([0, 3])
-    with pytest.raises(ValueError, match="mode"):
-        pool(tables, ids, offsets, mode="median", impl=impl)
-    with pytest.raises(ValueError, match="there are 2 per_sample_weights for 3 ids: give one for each"):
-        pool(tables, ids, offsets, per_sample_weights=torch.ones(2), impl=impl)
+    refuse("mode", pool, tables, ids, offsets, mode="median", impl=impl)
+    few = torch.ones(2)
+    refuse("2 per_sample_weights for 3 ids: give one for each", pool, tables, ids, offsets, per_sample_weights=few, impl=impl)
     for mode in ("mean", "max"):
         with pytest.raises(NotImplementedError, match=f"per_sample_weights need mode 'sum', not '{mode}': drop them"):
             pool(tables, ids, offsets, per_sample_weights=torch.ones(3), mode=mode, impl=impl)
@@ -47,9 +47,10 @@ def test_modes_and_weights_that_do_not_fit_are_refused(impl: str) -> None:
 @pytest.mark.parametrize("mode", ["sum", "max"])
 def test_a_plan_for_other_tables_is_refused(mode: str, row_shapes: list[tuple[int, ...]]) -> None:
     tables = make_tables([(5, 4), (2, 5)], (2, 3), (2,))
+    features = len(row_shapes)
     plan = plan_lookup([torch.tensor([2, 3]) for _ in row_shapes], row_shapes)
-    with pytest.raises(ValueError, match=r"cores.* but the plan is for"):
-        pool(tables, [], torch.arange(2 * len(row_shapes) + 1), plan=plan, mode=mode, features=len(row_shapes))
+    arguments = {"plan": plan, "mode": mode, "features": features}
+    refuse("cores.* but the plan is for", pool, tables, [], torch.arange(2 * features + 1), **arguments)
 
 
 def put(sequence: list[Tensor], k: int, tensor: Tensor) -> list[Tensor]:
@@ -115,14 +116,10 @@ def test_the_operators_refuse_bad_arguments(name: str, k: int | None, change: Ca
     old = arguments[name]
     arguments[name] = change(old) if k is None else put(old, k, change(old[k]))
     gradient, ops = torch.ones(1, 12), torch.ops.comera_rec
-    with pytest.raises(ValueError, match=message):
-        ops.pool(*arguments.values())
-    with pytest.raises(ValueError, match=message):
-        ops.pool_backward(gradient, *arguments.values())
-    with pytest.raises(ValueError, match=message):
-        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8, 0)
-    with pytest.raises(ValueError, match=message):
-        ops.pool_into(gradient, *arguments.values())
+    refuse(message, ops.pool, *arguments.values())
+    refuse(message, ops.pool_backward, gradient, *arguments.values())
+    refuse(message, ops.pool_backward_update, gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8, 0)
+    refuse(message, ops.pool_into, gradient, *arguments.values())
 
 
 @settings(max_examples=300)
@@ -155,12 +152,9 @@ def test_plans_are_refused_or_those_of_some_ids(data: st.DataObject) -> None:
 )
 def test_gradients_of_other_sizes_and_types_are_refused(gradient: Tensor, message: str) -> None:
     arguments, ops = pool_arguments(), torch.ops.comera_rec
-    with pytest.raises(ValueError, match="gradient" + message):
-        ops.pool_backward(gradient, *arguments.values())
-    with pytest.raises(ValueError, match="gradient" + message):
-        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8, 0)
-    with pytest.raises(ValueError, match="out" + message):
-        ops.pool_into(gradient, *arguments.values())
+    refuse("gradient" + message, ops.pool_backward, gradient, *arguments.values())
+    refuse("gradient" + message, ops.pool_backward_update, gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8, 0)
+    refuse("out" + message, ops.pool_into, gradient, *arguments.values())
 
 
 @pytest.mark.parametrize(
@@ -173,10 +167,8 @@ def test_gradients_of_other_sizes_and_types_are_refused(gradient: Tensor, messag
     ],
 )
 def test_slots_that_do_not_fit_are_refused(all_bags: Tensor, few: Tensor, slots: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        torch.ops.comera_rec.write_slots(all_bags, few, slots)
-    with pytest.raises(ValueError, match=r"all has shape \(2, 12\) and width is 0"):
-        torch.ops.comera_rec.read_slots(all_bags, slots, 0)
+    refuse(message, torch.ops.comera_rec.write_slots, all_bags, few, slots)
+    refuse(r"all has shape \(2, 12\) and width is 0", torch.ops.comera_rec.read_slots, all_bags, slots, 0)
 
 
 SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
@@ -227,8 +219,7 @@ def test_what_auto_stands_for_and_implementations_that_cannot_run(monkeypatch: p
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # whether Triton is installed here or not
     for impl, place, dtype, order, message in IMPLEMENTATIONS:
-        with pytest.raises(ValueError, match=message):
-            resolve_bags_impl(impl, torch.device(place), dtype, order)
+        refuse(message, resolve_bags_impl, impl, torch.device(place), dtype, order)
     for device in map(torch.device, ("cpu", "meta")):
         for dtype in TOLERANCE:
             assert resolve_bags_impl("auto", device, dtype, 2) == resolve_bags_impl("cpu", device, dtype, 4) == "cpu"
@@ -239,5 +230,4 @@ def test_what_auto_stands_for_and_implementations_that_cannot_run(monkeypatch: p
     assert resolve_bags_impl("auto", cuda, torch.float64, 2) == "reference"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert resolve_bags_impl("auto", cuda, torch.float32, 2) == "reference"
-    with pytest.raises(ValueError, match=r"triton is not installed: install it \(pip install triton\) or choose 'auto'"):
-        resolve_bags_impl("triton", cuda, torch.float32, 2)
+    refuse(r"triton is not installed: install it \(pip install triton\) or", resolve_bags_impl, "triton", cuda, torch.float32, 2)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from refusals import refuse
 from torch import Tensor
 
 from comera_rec.ops.served_bags import Packed, ServedTable, Slab, pack, served_bags
@@ -22,8 +23,6 @@ SHAPES = [  # row modes, column modes, ranks, columns kept, slabs (rows, width)
     ((6, 6), (16, 8), (46,), 128, ((1, 1), (1, 1))),
     ((6, 6), (8, 16), (0,), 127, ()),
 ]
-
-
 Blocks = tuple[tuple[int, int], ...]
 Sizes = tuple[int, ...]
 
@@ -123,8 +122,7 @@ def packed() -> Packed:
     ],
 )
 def test_bad_requests(packed: Packed, values: list[int], lengths: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        served_bags(packed, torch.tensor(values), torch.tensor(lengths), 64)
+    refuse(message, served_bags, packed, torch.tensor(values), torch.tensor(lengths), 64)
 
 
 def test_random_layouts_never_read_outside_the_storage(packed: Packed) -> None:

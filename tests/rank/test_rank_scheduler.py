@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from in_backward import _apply_optimizer_in_backward
+from refusals import refuse
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
@@ -134,8 +135,7 @@ def test_the_mean_moves_and_ignores_losses_that_are_not_finite(losses: tuple[flo
         scheduler.loss(torch.tensor(3.0, dtype=torch.bfloat16, requires_grad=True))
     assert len(losses) == 1 or scheduler.state_dict()["mean_loss"] == pytest.approx(3 - 0.99**100, rel=1e-3)
     if len(losses) == 1:
-        with pytest.raises(ValueError, match="no finite loss was seen in the 1 steps of the early stage: pass every step's loss"):
-            scheduler.step()
+        refuse("no finite loss was seen in the 1 steps of the early stage: pass every step's loss", scheduler.step)
 
 
 @pytest.mark.parametrize("stop", [7, 30, 45])
@@ -175,8 +175,7 @@ def test_gradients_that_the_schedule_needs_must_not_be_consumed_in_backward(argu
     _apply_optimizer_in_backward(torch.optim.Adagrad, [p for name, p in model.named_parameters() if part in name], {"lr": 0.05})
     optimizer = Adam([torch.zeros(1)])
     remedy = "give rank parameters a separate optimizer" if part == "rank" else "set beta=0"
-    with pytest.raises(ValueError, match=f"{message}.*{remedy}"):
-        RankScheduler(model, optimizer, RankConfig(early_steps=10, **arguments))
+    refuse(f"{message}.*{remedy}", RankScheduler, model, optimizer, RankConfig(early_steps=10, **arguments))
 
 
 def test_a_schedule_that_needs_no_gradients_accepts_any_optimizer() -> None:
@@ -207,27 +206,21 @@ def test_frozen_modules_keep_their_ranks() -> None:
     assert scheduler.stage == "done"
     assert torch.equal(model["frozen"].dense_matrix(), before)
     assert max(model["trained"].shape.ranks) < 8
-    with pytest.raises(ValueError, match="the model has no TT module that is trained: unfreeze at least one"):
-        RankScheduler(model.requires_grad_(False), optimizer, config)
+    refuse("no TT module that is trained: unfreeze at least one", RankScheduler, model.requires_grad_(False), optimizer, config)
 
 
 def test_what_a_schedule_cannot_work_with_is_refused() -> None:
     config, table = RankConfig(early_steps=2), TTEmbeddingBag(ROWS, DIM, tt_ranks=4)
-    with pytest.raises(ValueError, match="the model has no TT module: swap tables or linear layers before"):
-        RankScheduler(nn.Linear(3, 3), Adam([torch.zeros(1)]), config)
+    refuse("the model has no TT module: swap tables or", RankScheduler, nn.Linear(3, 3), Adam([torch.zeros(1)]), config)
     for parameters in ([torch.zeros(1)], table.cores(), table.rank_parameters()):
-        with pytest.raises(ValueError, match="is in no parameter group of this Adam: build the optimizer after all swaps"):
-            RankScheduler(table, Adam(parameters), config)
+        refuse("is in no parameter group of this Adam: build the optimizer after", RankScheduler, table, Adam(parameters), config)
     run = regression(config)
     assert run.scheduler.loss(torch.ones(1)).shape == ()
-    with pytest.raises(ValueError, match=r"task_loss has shape \(3,\): give the mean over the batch, a scalar"):
-        run.scheduler.loss(torch.ones(3))
+    refuse(r"task_loss has shape \(3,\): give the mean over the batch, a scalar", run.scheduler.loss, torch.ones(3))
     run.go(1)
     run.model.requires_grad_(False)
-    with pytest.raises(ValueError, match="'table' was frozen after the RankScheduler was built: freeze modules before building it"):
-        run.scheduler.step()
-    with pytest.raises(ValueError, match=r"target_compression is 500.0 but layers outside TT modules take 260 of .* dense bytes: "):
-        recommending(late(objective="budget", target_compression=500.0))
+    refuse("'table' was frozen after the RankScheduler was built: freeze modules before building it", run.scheduler.step)
+    refuse("is 500.0 but layers outside TT modules take 260 of ", recommending, late(objective="budget", target_compression=500.0))
 
 
 @pytest.mark.parametrize(
@@ -245,8 +238,7 @@ def test_what_a_schedule_cannot_work_with_is_refused() -> None:
     ],
 )
 def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RankConfig(**{"early_steps": 10, **arguments})
+    refuse(message, RankConfig, **{"early_steps": 10, **arguments})
 
 
 LEAST_ROWS = 240

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward, param_to_optim_hook_handle_map
+from refusals import refuse
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torchrec.optim import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
-import comera_rec as cr
 from comera_rec import TTEmbeddingBag, TTLinear
 from comera_rec.rank import count_tt_params, truncate_ranks_
 from comera_rec.tt import is_slice_major
@@ -179,8 +179,7 @@ def test_state_that_cannot_be_sliced_is_an_error_before_anything_changes() -> No
         r"Adafactor keeps 'row_var' of shape \(1, 5, 4, 1\) for a parameter of shape \(1, 5, 4, 5\): ranks can't change under it; "
         r"use an optimizer whose state has the parameter's shape"
     )
-    with pytest.raises(ValueError, match=message):
-        truncate_ranks_(model, optimizer, threshold=0.01)
+    refuse(message, truncate_ranks_, model, optimizer, threshold=0.01)
     assert model.table.shape.ranks == (5, 4)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
@@ -204,12 +203,10 @@ def test_whole_layers_may_vanish_and_training_continues(name: str) -> None:
 def test_invalid_thresholds_and_optimizers_that_lack_what_changes_are_refused() -> None:
     model = Small()
     for threshold in (-0.1, float("nan")):
-        with pytest.raises(ValueError, match=r"threshold is .*: give a non-negative number"):
-            truncate_ranks_(model, threshold=threshold)
+        refuse(r"threshold is .*: give a non-negative number", truncate_ranks_, model, threshold=threshold)
     silence(model, DOOMED)
     others = SGD([parameter for name, parameter in model.named_parameters() if not name.startswith("table")], lr=0.1)
-    with pytest.raises(ValueError, match=r"'table.core_0' is in no parameter group of this SGD"):
-        truncate_ranks_(model, others, threshold=1e-6)
+    refuse(r"'table.core_0' is in no parameter group of this SGD", truncate_ranks_, model, others, threshold=1e-6)
 
 
 def behind_torchrecs_wrappers(model: nn.Module) -> tuple[Optimizer, Optimizer]:
@@ -240,63 +237,47 @@ def test_state_behind_wrappers_is_sliced(wrap: Callable, tmp_path: Path) -> None
         dist.destroy_process_group()
 
 
-SHAPE = cr.TTShape((8, 9), (4, 4), (6,))
-ALL_IDS = torch.arange(72)[:, None]
-
-
-def make(kind: type, settings: dict, parameters: str = "core") -> nn.Sequential:
-    """Build a table and a TT layer whose cores, or all of whose parameters, have separate optimizers."""
-    model = nn.Sequential(cr.TTEmbeddingBag(72, 16, shape=SHAPE), cr.TTLinear(16, 12, tt_ranks=4))
-    chosen = [p for name, p in model.named_parameters() if parameters in name]
-    _apply_optimizer_in_backward(kind, chosen, settings)
-    return model
-
-
-def step(model: nn.Sequential) -> dict[str, Tensor]:
-    """Take a step; return the change of every parameter."""
+def step(model: Small) -> dict[str, Tensor]:
+    """Take a step with optimizers in backward; return the change of every parameter."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    model(ALL_IDS).square().mean().backward()
+    train(model, None, 1)
     return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
 
-def cut(model: nn.Sequential) -> None:
-    with torch.no_grad():
-        model[0].rank_1[2:] = 0.0
-        model[1].rank_2[1:] = 0.0
-    truncate_ranks_(model, threshold=1e-3)
-    assert (model[0].shape.ranks, model[1].shape.ranks[1]) == ((2,), 1)
+def cut(model: Small) -> None:
+    silence(model, DOOMED)
+    assert truncate_ranks_(model, threshold=0.01) == {"table": (3, 3), "layer": (4, 4, 4)}
 
 
 @pytest.mark.parametrize("name", list(IN_BACKWARD)[:3])
 def test_cores_that_are_frozen_while_ranks_change_learn_later(name: str) -> None:
-    model = make(*IN_BACKWARD[name])
+    model, _ = start(name)
     step(model)
-    for module in model:
+    for module in (model.table, model.layer):
         module.core_0.requires_grad_(False)
     cut(model)
-    assert not model[0].core_0.requires_grad
-    for module in model:
+    assert not model.table.core_0.requires_grad
+    for module in (model.table, model.layer):
         module.core_0.requires_grad_(True)
     changes = step(model)
     assert all(changes[name].any() for name in changes if "core" in name)
 
 
 def test_removed_hooks_stay_removed() -> None:
-    model = make(torch.optim.Adagrad, {"lr": 0.05})
-    for core in model[0].cores():  # as DistributedDataParallel does, to step after averaging gradients
+    model, _ = start("Adagrad in backward")
+    for core in model.table.cores():  # as DistributedDataParallel does, to step after averaging gradients
         for handle in param_to_optim_hook_handle_map[core]:
             handle.remove()
     cut(model)
     changes = step(model)
-    assert {name: bool(changes[name].any()) for name in ("0.core_0", "1.core_0")} == {"0.core_0": False, "1.core_0": True}
-    assert model[0].core_0.grad is not None
-    model.zero_grad()
-    _apply_optimizer_in_backward(torch.optim.SGD, [model[0].core_0], {"lr": 0.1})
-    assert step(model)["0.core_0"].any(), "a hook that comes later is not put where the old size was"
+    assert [bool(changes[name].any()) for name in ("table.core_0", "layer.core_0")] == [False, True]
+    assert model.table.core_0.grad is not None
+    _apply_optimizer_in_backward(torch.optim.SGD, [model.table.core_0], {"lr": 0.1})
+    assert step(model)["table.core_0"].any(), "a hook that comes later is not put where the old size was"
 
 
 def test_a_state_dict_of_other_ranks_keeps_the_hooks() -> None:
-    model, saved = (make(torch.optim.SGD, {"lr": 0.1}) for _ in range(2))
+    (model, _), (saved, _) = (start("SGD momentum in backward") for _ in range(2))
     cut(saved)
     model.load_state_dict(saved.state_dict())
     changes = step(model)

@@ -127,12 +127,9 @@ def test_summary(compressed: Path, running: Path, tmp_path: Path) -> None:
     assert summary["running"].items() >= {"finished": False, "params": None, "auc": 0.73}.items()
 
 
-def test_not_a_run(tmp_path: Path, compressed: Path) -> None:
-    for runs, message in (([], "no run to report on"), ([compressed, tmp_path / "absent"], "absent is not a run: it holds no")):
-        refuse(message, read_runs, runs)
-
-
-def test_damaged_files(compressed: Path) -> None:
+def test_absent_and_damaged_files(tmp_path: Path, compressed: Path) -> None:
+    refuse("no run to report on", read_runs, [])
+    refuse("absent is not a run: it holds no", read_runs, [compressed, tmp_path / "absent"])
     metrics = (compressed / "metrics.jsonl").read_text().splitlines()
     for damaged in (b"text", b'{"kind": "tr\xffin"}'):
         lines = [*(line.encode() for line in metrics[:2]), damaged, *(line.encode() for line in metrics[2:]), b""]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign_programs import CONFIG, DIM, PROGRAMS, SIZES, Program, batch, collection
+from foreign_programs import CONFIG, DIM, PROGRAMS, Program, batch, collection, tables
 from hypothesis import given
 from hypothesis import strategies as st
+from jagged import random_jagged
 from refusals import refuse
 from torch import Tensor, nn
 from torchrec import (
@@ -35,7 +36,7 @@ from comera_rec.rank import truncate_ranks_
 from comera_rec.serving.arguments import flattened, named_arguments, named_outputs
 from comera_rec.serving.forms import FORMS, serving_copy
 from comera_rec.serving.onnx import DECOMPOSITIONS
-from comera_rec.serving.package import ServingModel, read_metadata
+from comera_rec.serving.package import ModelMetadata, ServingModel, read_metadata
 
 OUTSIDE = """
 import sys
@@ -95,15 +96,6 @@ def requests_of(together: Together, step: int, processes: int) -> dict[str, Any]
     }
 
 
-def answers_outside(package: Path, requests: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:
-    """What a package gives in a process without this library."""
-    asked, answers = (package.with_suffix(f".{name}") for name in ("requests", "answers"))
-    torch.save(requests, asked)
-    command = [sys.executable, "-c", OUTSIDE, str(package), str(asked), str(answers)]
-    subprocess.run(command, check=True, cwd=package.parent)
-    return torch.load(answers)
-
-
 # Other tests compile the models that are missing here, or others like them.
 def test_programs_score_the_same_outside(tmp_path: Path) -> None:
     together, package = Together(("two tower", "bert4rec", "managed")).train(), tmp_path / "fast.pt2"
@@ -112,66 +104,14 @@ def test_programs_score_the_same_outside(tmp_path: Path) -> None:
     others = [requests_of(together, 9, count) for count in (1, 3)]
     expected = [scored(together, {"arguments": arguments}) for arguments in others]
     names = [output.name for output in read_metadata(package).outputs]
-    for actual, wanted in zip(answers_outside(package, [*map(flattened, others)]), expected, strict=True):
+    asked, answers = tmp_path / "requests", tmp_path / "answers"
+    torch.save([*map(flattened, others)], asked)
+    subprocess.run([sys.executable, "-c", OUTSIDE, str(package), str(asked), str(answers)], check=True, cwd=tmp_path)
+    for actual, wanted in zip(torch.load(answers), expected, strict=True):
         for name, one, other in zip(names, actual, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
     actual = ServingModel(package)(*flattened(others[1]))
     torch.testing.assert_close(list(actual), expected[1], rtol=1e-5, atol=1e-5)
-
-
-class Weighted(nn.Module):
-    """Weighted bags of a collection that looks up some features, in another order, and rows of one feature; standalone tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        configs = [
-            EmbeddingBagConfig(name=name, num_embeddings=SIZES[name], embedding_dim=DIM, feature_names=[name])
-            for name in ("place", "day", "user")
-        ]
-        self.bags = EmbeddingBagCollection(configs, is_weighted=True)
-        rows = EmbeddingConfig(name="seen", num_embeddings=80, embedding_dim=DIM, feature_names=["seen"])
-        self.rows = EmbeddingCollection([rows], need_indices=True)
-        cr.compress_(self, tables=CONFIG)
-        self.table = cr.TTEmbedding(60, DIM, tt_ranks=2, padding_idx=0)
-        self.bag = cr.TTEmbeddingBag(60, DIM, tt_ranks=2, mode="mean")
-        self.same_table = self.table
-
-    def forward(self, sparse: KeyedJaggedTensor, history: KeyedJaggedTensor, ids: list[Tensor], *, scale: float) -> Any:
-        seen = self.rows(history)["seen"]
-        return {
-            "bags": self.bags(sparse) if scale else None,
-            "seen": seen.to_padded_dense(2),
-            "single": (scale * self.table(ids[0]) + self.same_table(ids[0]), self.bag(ids[0])),
-        }
-
-
-def test_weights_several_batches_and_empty_rows(tmp_path: Path) -> None:
-    model, keys = Weighted(), ["day", "item", "place", "user"]
-
-    def arguments(rows: int, length: int) -> dict[str, Any]:
-        lengths, seen = torch.full((4 * rows,), length), torch.arange(rows) % 2 * length
-        count = 4 * rows * length
-        ids = (
-            torch.arange(count) % 7 - (torch.arange(4).repeat_interleave(rows * length) == 1).long()
-        )  # -1 in "item", not looked up
-        return {
-            "sparse": KeyedJaggedTensor(keys, ids, torch.rand(count), lengths=lengths),
-            "history": KeyedJaggedTensor(["seen"], torch.arange(int(seen.sum())) % 80, lengths=seen),
-            "ids": [torch.arange(2 * rows).view(rows, 2) % 60],
-            "scale": 2.0,
-        }  # fmt: skip
-
-    metadata = cr.export(model, arguments(3, 2), tmp_path / "model.pt2")
-    parts = ("sparse.values", "sparse.lengths", "sparse.weights", "history.values", "history.lengths", "ids.0")
-    assert metadata.names == list(parts)
-    assert [output.name for output in metadata.outputs] == ["bags", "seen", "single.0", "single.1"]
-    assert metadata.inputs[0].keys == {"day": 7, "item": None, "place": 70, "user": 120}
-    others = [arguments(*sizes) for sizes in ((4, 1), (1, 0), (1, 1), (2, 1), (5, 3))]
-    package, outside = ServingModel(tmp_path / "model.pt2"), answers_outside(tmp_path / "model.pt2", [*map(flattened, others)])
-    for asked, answer in zip(others, outside, strict=True):
-        expected = scored(model, asked)
-        torch.testing.assert_close(list(package(*flattened(asked))), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(list(answer), expected, rtol=1e-5, atol=1e-5)
 
 
 class Broken(nn.Module):
@@ -243,16 +183,9 @@ def mixed() -> cr.TTEmbeddingBagCollection:
         3: cr.TTShape((12, 10, 10), (2, 2, 2), (2, 3)),
         4: cr.TTShape((6, 6, 6, 6), (2, 1, 2, 2), 2),
     }
+    same: dict[str, Any] = {"num_embeddings": 1111, "hot_rows": ((20, 8), (300, 2)), "pooling": PoolingType.MEAN}
     tables = [
-        cr.TTEmbeddingBagConfig(
-            name=f"t{order}",
-            num_embeddings=1111,
-            embedding_dim=8,
-            feature_names=[f"f{order}"],
-            shape=shape,
-            hot_rows=((20, 8), (300, 2)),
-            pooling=PoolingType.MEAN,
-        )
+        cr.TTEmbeddingBagConfig(name=f"t{order}", embedding_dim=8, feature_names=[f"f{order}"], shape=shape, **same)
         for order, shape in shapes.items()
     ]
     tables.append(cr.TTEmbeddingBagConfig(name="d", num_embeddings=30, embedding_dim=8, feature_names=["a", "b"]))
@@ -282,9 +215,7 @@ def test_parts_truncated_to_rank_0_add_nothing(form: str, emptied: str, mixed: c
 
 @pytest.mark.parametrize("dense", [3, 0])
 @pytest.mark.parametrize("architecture", ["dlrm", "dcn"])
-def test_every_architecture_is_served(
-    architecture: str, dense: int, mixed: cr.TTEmbeddingBagCollection, random_jagged: Callable[..., KeyedJaggedTensor]
-) -> None:
+def test_every_architecture_is_served(architecture: str, dense: int, mixed: cr.TTEmbeddingBagCollection) -> None:
     linears = cr.LinearCompression(tt_ranks=2 if architecture == "dlrm" else 16, min_features=8, policy="always")
     configs = mixed.embedding_bag_configs()
     sizes = {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
@@ -304,14 +235,15 @@ def test_every_architecture_is_served(
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
-def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool) -> None:
     """A feature of two tables, one that isn't looked up, and tables of two dimensions, in another order than the batch's keys."""
     limits = {"a": 50, "unused": 10**6, "b": 40, "c": 30}
     tables = {"wide": (8, ["c", "a"]), "narrow": (4, ["b", "a"]), "small": (8, ["b"])}
     sizes = {name: {"name": name, "embedding_dim": dim, "feature_names": used} for name, (dim, used) in tables.items()}
     bags = EmbeddingBagCollection([EmbeddingBagConfig(num_embeddings=50, **each) for each in sizes.values()], is_weighted)
     bags = cr.compress_(bags, tables=cr.TableCompression(tt_ranks=2, min_rows=0)) if is_weighted else bags
-    rows = EmbeddingCollection([EmbeddingConfig(num_embeddings=50, **each) for each in sizes.values() if each["name"] != "narrow"])
+    configs = [EmbeddingConfig(num_embeddings=50, **each) for each in sizes.values() if each["name"] != "narrow"]
+    rows = EmbeddingCollection(configs, need_indices=is_weighted)
     batch = random_jagged(limits, 6, weighted=is_weighted)
     served, _ = serving_copy(bags, {"features": batch}, form, "float32")
     torch.testing.assert_close(served(batch).to_dict(), bags(batch).to_dict())
@@ -320,6 +252,7 @@ def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool, random
     for name, found in served(batch).items():
         torch.testing.assert_close(found.values(), expected[name].values())
         assert found.lengths().equal(expected[name].lengths())
+        assert not is_weighted or found.weights().equal(expected[name].weights()), "ids"
 
 
 aten = torch.ops.aten
@@ -343,23 +276,59 @@ def test_decompositions_are_the_operators(sizes: list[int], is_last: bool, seed:
         torch.testing.assert_close(bags, expected)
 
 
+def compare_with_onnxruntime(
+    model: nn.Module, sample: Any, others: list[Any], path: Path, *, dtype: str = "float32", atol: float = 1e-5
+) -> ModelMetadata:
+    """Require the model's numbers of its ONNX file; return the file's metadata."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    metadata = cr.export(model, sample, path, dtype=dtype)
+    session = onnxruntime.InferenceSession(path)
+    for arguments in (named_arguments(model, other) for other in others):
+        tensors = dict(zip(metadata.names, flattened(arguments), strict=True))
+        outputs = session.run(None, {given.name: tensors[given.name].numpy() for given in session.get_inputs()})
+        for actual, wanted in zip(outputs, scored(model, arguments), strict=True):
+            np.testing.assert_allclose(actual, wanted.numpy(), atol=atol, rtol=1e-4)
+    return metadata
+
+
 @pytest.mark.parametrize(("name", "dtype", "atol"), [("managed", "float32", 1e-5), ("bert4rec", "int8", 0.05)])
 def test_onnxruntime_gives_the_models_numbers(name: str, dtype: str, atol: float, tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
     whole = PROGRAMS[name].model("cpu").eval()
     table = next(module for module in whole.modules() if isinstance(module, TTTable))
     table.set_row_order_(torch.randperm(table.num_embeddings))
-    model, sample = PROGRAMS[name].served(whole, batch(0, range(2)))
-    metadata = cr.export(model, sample, tmp_path / "model.onnx", dtype=dtype)
-    model, other = PROGRAMS[name].served(whole, batch(7, range(5)))
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    tensors = dict(zip(metadata.names, flattened(named_arguments(model, other)), strict=True))
-    outputs = session.run(None, {given.name: tensors[given.name].numpy() for given in session.get_inputs()})
-    with torch.no_grad():
-        expected = named_outputs(model(*other) if isinstance(other, tuple) else model(other))
-    for actual, (_, wanted) in zip(outputs, expected, strict=True):
-        np.testing.assert_allclose(actual, wanted.numpy(), atol=atol, rtol=1e-4)
+    (model, sample), (_, other) = (PROGRAMS[name].served(whole, batch(step, range(count))) for step, count in ((0, 2), (7, 5)))
+    compare_with_onnxruntime(model, sample, [other], tmp_path / "model.onnx", dtype=dtype, atol=atol)
+
+
+class Weighted(nn.Module):
+    """Weighted bags of some of a batch's features, in another order; standalone tables, a list and an option."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = cr.compress_(EmbeddingBagCollection(tables("place", "day", "user"), is_weighted=True), tables=CONFIG)
+        self.table, self.bag = cr.TTEmbedding(60, DIM, tt_ranks=2, padding_idx=0), cr.TTEmbeddingBag(60, DIM, mode="mean")
+        self.same_table = self.table
+
+    def forward(self, sparse: KeyedJaggedTensor, ids: list[Tensor], *, scale: float) -> Any:
+        rows = scale * self.table(ids[0]) + self.same_table(ids[0])
+        return {"bags": self.bags(sparse) if scale else None, "single": (rows, self.bag(ids[0]))}
+
+
+def test_weights_lists_and_empty_bags(tmp_path: Path) -> None:
+    def arguments(rows: int, length: int) -> dict[str, Any]:
+        ids = torch.arange(4 * rows * length).view(4, -1) % 7
+        ids[1] = -1  # of "item", which isn't looked up
+        sparse = KeyedJaggedTensor(
+            ["day", "item", "place", "user"], ids.flatten(), torch.rand(ids.numel()), lengths=torch.full((4 * rows,), length)
+        )
+        return {"sparse": sparse, "ids": [torch.arange(2 * rows).view(rows, 2) % 60], "scale": 2.0}
+
+    others = [arguments(*sizes) for sizes in ((4, 1), (1, 0), (1, 1), (2, 1), (5, 3))]
+    metadata = compare_with_onnxruntime(Weighted(), arguments(3, 2), others, tmp_path / "model.onnx")
+    assert metadata.names == ["values", "lengths", "weights", "ids.0"]
+    assert [output.name for output in metadata.outputs] == ["bags", "single.0", "single.1"]
+    assert metadata.inputs[0].keys == {"day": 7, "item": None, "place": 70, "user": 120}
 
 
 def test_losses_of_large_logits_are_exact(tmp_path: Path) -> None:

@@ -124,10 +124,6 @@ def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
     refuse("the model is not a run of `comera train`: encode rows yourself", check_vocabularies, no_run, manifest, Path("data"))
 
 
-def replaced(request: Request, number: int, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    return [change(part.clone()) if k == number else part for k, part in enumerate(request)]
-
-
 def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
     def change(tensor: Tensor) -> Tensor:
         tensor[index] = value
@@ -155,7 +151,7 @@ def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
 )
 def test_bad_requests(form: str, number: int, change: Callable, message: str, package: Callable, request_of: Callable) -> None:
     model = ServingModel(package(form))
-    refuse(message, model, *replaced(request_of(3), number, change))
+    refuse(message, model, *(change(part.clone()) if k == number else part for k, part in enumerate(request_of(3))))
 
 
 def test_files_that_are_not_our_packages(package: Callable, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Scores of whole data sets; the commands of docs/guides/serving.md run, and containers start that server."""
+"""Scores of whole data sets; the commands of docs/guides/serving.md run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
+from page_commands import run_commands
 from refusals import refuse
-from warm_command import run_commands
 
-from comera_rec.cli.serve import serve
 from comera_rec.serving.package import ServingModel
 from comera_rec.serving.score import ScoreOptions, flat_rows, score
-from comera_rec.serving.server import ServeOptions, Server
 from data_pipeline.manifest import read_manifest
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
@@ -52,14 +48,6 @@ def expected(model: Path, data: Path, split: str) -> np.ndarray:
 
 def test_a_data_set_is_not_overwritten_by_its_scores(model: Path, data: Path) -> None:
     refuse(r"`output` .*manifest.json and `input` .* overlap", options, model, data, data / "manifest.json", overwrite=True)
-
-
-def test_a_split(model: Path, data: Path, tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        table = scores(model, data, tmp_path / split, split=split)
-        assert table.schema.names == ["row", "score", "label"]
-        assert table["row"].to_pylist() == list(range(len(table)))
-        np.testing.assert_allclose(table["score"].to_numpy(), expected(model, data, split), atol=1e-6)
 
 
 def test_a_log_is_scored_as_its_data_set(model: Path, data: Path, tmp_path: Path) -> None:
@@ -114,7 +102,7 @@ def test_new_days(model: Path, data: Path, tmp_path: Path) -> None:
 ROOT = Path(__file__).parents[2]
 
 
-def test_commands_run(trained: Path, model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_commands_run(trained: Path, model: Path, tmp_path: Path) -> None:
     if not shutil.which("curl"):
         pytest.skip("curl is not installed")
     (tmp_path / "runs").mkdir()
@@ -129,8 +117,7 @@ def test_commands_run(trained: Path, model: Path, tmp_path: Path, tmp_path_facto
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     export = "comera export --checkpoint runs/compressed --output model.pt2"  # as the fixture did
-    page, programs = ROOT / "docs" / "guides" / "serving.md", tmp_path_factory.mktemp("bin")
-    printed = run_commands(page, tmp_path, programs, port=port, without=export)
+    printed = run_commands(ROOT / "docs" / "guides" / "serving.md", tmp_path, port=port, without=export)
     assert len(pq.read_table(tmp_path / "scores.parquet")) == 4000
     answers = re.findall(r'\{"scores":.*?\}', printed)
     assert len(answers) == 1
@@ -138,16 +125,3 @@ def test_commands_run(trained: Path, model: Path, tmp_path: Path, tmp_path_facto
     assert '"platform":"torch_aoti"' in printed
     assert "comera_requests_total" in printed
     assert (tmp_path / "today" / "manifest.json").exists()
-
-
-def test_container_and_deployment_start_the_same_server_and_probe_its_routes(package: Callable[[str], Path]) -> None:
-    folder = ROOT / "examples" / "container"
-    (arguments,) = (json.loads(line) for line in re.findall(r"(?m)^CMD (.*)$", (folder / "Dockerfile").read_text()))
-    deployment, _ = yaml.safe_load_all((folder / "kubernetes.yaml").read_text())
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    given = serve.make_context("serve", [*arguments]).params
-    assert container["args"] == arguments
-    assert container["ports"][0]["containerPort"] == given["port"]
-    server = Server(ServeOptions(**given | {"model": package("portable")}))
-    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
-    assert {probe["path"] for probe in probes} <= server._routes.keys()

@@ -82,14 +82,10 @@ def test_undefined() -> None:
     refuse("all 2 weights are 0, so AUC and NE are undefined", weightless.compute)
 
 
-def collected(labels: list[int]) -> BinaryMetrics:
-    metrics = BinaryMetrics()
-    metrics.update(torch.arange(len(labels)).float(), torch.tensor(labels))
-    return metrics
-
-
 def test_metrics_of_several_labels_are_means_over_those_of_both_classes() -> None:
-    one, two, rare = collected([0, 1, 0, 1]), collected([1, 0, 0, 1]), collected([0, 0, 0, 0])
+    one, two, rare = (BinaryMetrics() for _ in range(3))
+    for metrics, labels in ((one, [0, 1, 0, 1]), (two, [1, 0, 0, 1]), (rare, [0, 0, 0, 0])):
+        metrics.update(torch.arange(4.0), torch.tensor(labels))
     assert mean_of_tasks({"label": one}) == one.compute()
     means = mean_of_tasks({"a": one, "rare": rare, "b": two})
     assert means.keys() == {"rows"} | {f"{name}{label}" for name in ("auc", "ne", "logloss") for label in ("", "_a", "_b")}

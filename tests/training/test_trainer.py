@@ -44,10 +44,6 @@ def run(config_file: Path, *overrides: str) -> tuple[Path, dict[str, Any]]:
     return Path(config.output), Trainer(config).train()
 
 
-def terminate(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_data_without_categories_is_refused(config_file: Path, data_set: Path) -> None:
     manifest = read_manifest(data_set)
     schema = replace(Schema.from_manifest(manifest), sparse={})
@@ -102,7 +98,7 @@ def test_sigterm_stops_an_evaluation_and_the_next_run_repeats_it(
         run(config_file, *evaluating, "training.steps=11")
     update = BinaryMetrics.update
     with monkeypatch.context() as patch:
-        patch.setattr(BinaryMetrics, "update", lambda *batch: terminate() or update(*batch))
+        patch.setattr(BinaryMetrics, "update", lambda *batch: os.kill(os.getpid(), signal.SIGTERM) or update(*batch))
         with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {last_step} with a checkpoint"):
             run(config_file, *evaluating)
     folder, _ = run(config_file, *evaluating)
@@ -141,10 +137,7 @@ def test_a_run_resumes_with_moved_data_but_not_with_other_data_or_settings(
     for change, named in (
         (lambda: manifest["splits"]["train"]["shards"][0].update(sha256="0" * 64), "rows than .*moved holds: "),
         (lambda: columns[1]["vocabulary"].update(sha256="0" * 64), r"data than .* \(they differ in C2\): "),
-        (
-            lambda: columns[0].update(num_embeddings=columns[0]["num_embeddings"] + 1),
-            r"data than .* \(they differ in C1, C2\): ",
-        ),
+        (lambda: columns[0].update(num_embeddings=columns[0]["num_embeddings"] + 1), r"data than .* \(they differ in C1, C2\): "),
     ):
         change()
         (moved / "manifest.json").write_text(json.dumps(manifest))
@@ -224,21 +217,16 @@ def test_later_days(optimizer: str, numbers: tuple[int, ...], days: Path, config
     assert call("evaluate", "--checkpoint", run, "--data", days / "day_3") == 0
 
 
-@pytest.mark.parametrize(
-    ("data", "options", "message"),
-    [
+def test_what_does_not_follow_is_refused(days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = trained(config_file, days / "day_1", tmp_path / "first", "training.steps=1")
+    for data, options, message in (
         ("other", [], "other doesn't extend the vocabularies that"),
         ("day_2", ["optimizer.name=adagrad", "tables.tt_ranks=3"], "another config than the new run (in tables, optimizer)"),
-    ],
-)
-def test_what_does_not_follow_is_refused(
-    data: str, options: list[str], message: str, days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = trained(config_file, days / "day_1", tmp_path / "first", "training.steps=1")
-    options = [f"data.path={days / data}", f"output={tmp_path / 'next'}", *options]
-    assert call("train", "--config", config_file, "--after", first, *options) == 2
-    assert not (tmp_path / "next").exists()
-    assert message in capsys.readouterr().err
+    ):
+        given = [f"data.path={days / data}", f"output={tmp_path / 'next'}", *options]
+        assert call("train", "--config", config_file, "--after", first, *given) == 2
+        assert not (tmp_path / "next").exists()
+        assert message in capsys.readouterr().err
 
 
 def test_at_full_ranks_it_predicts_the_same_as_the_dense_run(dense: Path, config_file: Path, tmp_path: Path) -> None:

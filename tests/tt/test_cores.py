@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from refusals import refuse
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -142,8 +143,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
 
 @pytest.mark.parametrize(("make", "message"), MISTAKES, ids=[str(k) for k in range(len(MISTAKES))])
 def test_mistakes_are_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    refuse(message, make)
 
 
 @given(
@@ -214,13 +214,6 @@ def test_dense_entries_have_the_requested_standard_deviation(order: int, ranks: 
     assert (sum(draws) / len(draws)) ** 0.5 == pytest.approx(0.02, rel=0.03)
 
 
-def test_dense_entries_have_mean_zero_and_vanished_cores_stay() -> None:
-    for shape in (TTShape.for_table(10_000, 16, tt_ranks=8), TTShape((3, 4), (2, 2), (0,))):
-        cores = [torch.empty(size) for size in shape.core_shapes]
-        init_cores_(cores, shape, 1.0)
-        assert abs(float(tt_to_dense(cores, shape).mean())) < 0.02
-
-
 def test_uninitialized_memory_is_poisoned() -> None:
     assert torch.empty(3).isnan().all()
 
@@ -263,11 +256,6 @@ def test_slices_are_stored_one_after_the_other(size: tuple[int, ...], order: int
     assert slice_major(laid, k, order) is laid
 
 
-def relaid(core: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Copy a core with its dimensions in this order in memory, outermost first."""
-    return core.permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
-
-
 @given(order=st.integers(2, 4), data=st.data())
 def test_the_operators_accept_only_slice_major_cores(order: int, data: st.DataObject) -> None:
     """They read memory in this order, regardless of strides."""
@@ -278,7 +266,8 @@ def test_the_operators_accept_only_slice_major_cores(order: int, data: st.DataOb
         slice_major(torch.randn(r, m, n, s), i, order)
         for i, (r, (m, n), s) in enumerate(zip(bonds, modes, bonds[1:], strict=False))
     ]
-    cores[k] = relaid(cores[k], tuple(data.draw(st.permutations(range(4)))))
+    axes = data.draw(st.permutations(range(4)))  # in this order in memory
+    cores[k] = cores[k].permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
     is_so = cores[k].as_strided((cores[k].numel(),), (1,)).tolist() == stored(cores[k], k, order)
     assert is_slice_major(cores[k], k, order) == is_so
     plan = plan_lookup([torch.tensor([0])], [[m for m, _ in modes]])
@@ -286,8 +275,7 @@ def test_the_operators_accept_only_slice_major_cores(order: int, data: st.DataOb
     if is_so:
         torch.ops.comera_rec.pool(*arguments)
     else:
-        with pytest.raises(ValueError, match=rf"cores\[{k}\] is not a slice-major tensor on CPU: see slice_major"):
-            torch.ops.comera_rec.pool(*arguments)
+        refuse(rf"cores\[{k}\] is not a slice-major tensor on CPU: see slice_major", torch.ops.comera_rec.pool, *arguments)
 
 
 def test_gaps_between_slices_are_detected() -> None:
