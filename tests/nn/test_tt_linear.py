@@ -233,3 +233,18 @@ def test_hooks_stay_and_computed_weights_stay_dense(caplog: pytest.LogCaptureFix
     doubled = model[0](x)
     handle.remove()
     torch.testing.assert_close(model[0](x), doubled / 2)
+
+
+def test_compiled_layers_accept_any_batch_in_one_graph_and_see_truncated_ranks() -> None:
+    layer = TTLinear(1000, 500, tt_ranks=64)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for leading in ((1,), (2, 3), (300,), (0,), (5,)):
+        if leading == (5,):
+            with torch.no_grad():
+                for diagonal in layer.rank_parameters():
+                    diagonal[2:] = 0
+            truncate_ranks_(layer, threshold=0.4)
+        x = torch.randn(*leading, 1000, requires_grad=True)
+        outputs = compiled(x), layer(x)
+        torch.testing.assert_close(*outputs)
+        torch.testing.assert_close(*(torch.autograd.grad(output.sum(), [x, *layer.parameters()]) for output in outputs))

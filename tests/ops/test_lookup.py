@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 # torch.library, tracers, transforms
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.14's own check
 def test_the_registrations_follow_torch_librarys_rules() -> None:
     ops, shape = torch.ops.comera_rec, BY_ORDER[3]
     ids = [torch.randint(shape.num_rows, (7,)), torch.randint(shape.num_rows, (2, 3), dtype=torch.int32)]

@@ -117,7 +117,7 @@ def test_torch_fx_traces_modules_as_one_call(kind: type) -> None:
     refuse(r"torch\.fx records a TTLinear as one call: trace a model that contains it", torch.fx.symbolic_trace, model[1])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # a DeprecationWarning; a FutureWarning from torch 2.14 on
 def test_torchscript_is_refused() -> None:
     refuse("TT modules can't be compiled by torch.jit.script: use", torch.jit.script, symbolic_trace(nn.Sequential(ours())))
 

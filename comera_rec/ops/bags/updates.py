@@ -471,6 +471,6 @@ def _torchs(owner: Any, name: str) -> Any:
     """Return what torch doesn't document; raise RuntimeError with torch's version if it has changed."""
     if not hasattr(owner, name):
         raise RuntimeError(
-            f"torch {torch.__version__} has no {name} in {owner!r}, on which optimizers in backward rely: use torch 2.11 to 2.13"
+            f"torch {torch.__version__} has no {name} in {owner!r}, on which optimizers in backward rely: use torch 2.11 to 2.14"
         )
     return getattr(owner, name)
