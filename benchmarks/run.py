@@ -14,8 +14,7 @@ from tqdm import tqdm
 from benchmarks.harness.agreement import Disagreement
 from benchmarks.harness.environment import results_path
 from benchmarks.harness.measure import Settings
-from benchmarks.harness.rows import read_rows, writing_rows
-from benchmarks.harness.text import format_case
+from benchmarks.harness.rows import format_case, read_rows, writing_rows
 from benchmarks.harness.timing import Plan
 from comera_rec.cli.errors import run_command
 from data_pipeline.errors import UserError

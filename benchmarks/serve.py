@@ -37,11 +37,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import comera_rec as cr
 from benchmarks.harness.agreement import require_agreement
-from benchmarks.harness.ids import draw_ids
 from benchmarks.harness.measure import Settings, case_rows, chosen, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import alternate
 from benchmarks.harness.workload import Sizes
+from benchmarks.lookup.rivals import draw_ids
 from benchmarks.lookup.tables import KAGGLE, ZIPF
 from comera_rec.ops.native import LIBRARY
 from comera_rec.serving.package import ServingModel

@@ -28,7 +28,6 @@ from torchrec import KeyedJaggedTensor
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.environment import FOLDER
-from benchmarks.harness.ids import draw_power_law
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.memory import resident_peak_mib
 from benchmarks.harness.rows import Row
@@ -61,6 +60,16 @@ PARTS = (
 )  # fmt: skip
 STEP, PROCESS = "whole step", "whole process"
 _CHECKED = 64  # samples whose bags are compared with the definition
+
+
+def draw_power_law(rows: int, count: int, exponent: float) -> Tensor:
+    """Draw ids [count] of one table, much as by Zipf's law, in memory that doesn't depend on the number of rows.
+
+    Inverts the integral of a density proportional to x^-exponent on [1, rows + 1), and truncates; the exponent must not be 1.
+    """
+    last = (rows + 1.0) ** (1 - exponent)
+    numbers = (1 + torch.rand(count, dtype=torch.float64) * (last - 1)).pow_(1 / (1 - exponent))
+    return numbers.long().sub_(1).clamp_(0, rows - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

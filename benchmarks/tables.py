@@ -7,8 +7,7 @@ from functools import cache
 from pathlib import Path
 from statistics import mean, median, stdev
 
-from benchmarks.harness.rows import Row, one, read_rows, select
-from benchmarks.harness.text import short
+from benchmarks.harness.rows import Row, one, read_rows, select, short
 from benchmarks.harness.trainings import at_best_rate
 
 RESULTS = Path(__file__).parent / "results"
@@ -86,13 +85,11 @@ def lookup_by_batch() -> str:
     return markdown(header, lines) + source(EPYC_AVX512, "lookup", "lookup --only batch=BATCH,order=2,dim=64")
 
 
-GRAPHS = {"row-wise Adagrad": "ours", "Adagrad": "ours, Adagrad"}
-
-
 def lookup_on_gpu() -> str:
     """The same step on a GPU, with updates in backward, eager and in a CUDA graph."""
     columns = {"FBGEMM": "FBGEMM, eager", OURS: "ours, eager", "FBGEMM, CUDA graph": "FBGEMM, graph"}
-    columns |= {f"TT tables, {name}, CUDA graph": f"{ours}, graph" for name, ours in GRAPHS.items()}
+    ours = {"row-wise Adagrad": "ours, graph", "Adagrad": "ours, Adagrad, graph"}
+    columns |= {f"TT tables, {name}, CUDA graph": title for name, title in ours.items()}
     rows = select(committed(H100, "lookup"), pass_="step", order=2)
     lines = []
     for dim, rank, batch in dict.fromkeys((row.shapes["dim"], row.shapes["rank"], row.shapes["batch"]) for row in rows):

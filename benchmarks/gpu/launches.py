@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,8 +31,6 @@ from comera_rec.ops.launch import Launch, recorded_launches
 from comera_rec.ops.plan import pairs
 from comera_rec.tt import Blocks, TTShape
 
-SEVERAL = {"cumsum": 2, "constant_pad_nd": 2, "scatter": 2, "scatter_add": 2, "index_select": 1}
-"""Torch operators that launch several kernels: a scan and its initialization, a fill or copy before the actual work."""
 SORT = 4
 """Kernels of a radix sort besides one pass per byte of the keys: histograms, their sums, values to move, a copy."""
 NONE = {
@@ -70,7 +68,7 @@ class _Counter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
         if name not in NONE and not is_view:
-            self.operators.append((name, SORT + args[0].element_size() if name == "sort" else SEVERAL.get(name, 1)))
+            self.operators.append((name, SORT + args[0].element_size() if name == "sort" else 1))
         return result
 
 
@@ -111,7 +109,10 @@ def count_step(
             TTEmbeddingBag(math.prod(shape.row_shape), dim, shape=shape, hot_rows=hot_rows, impl="triton", dtype=dtype)
             for shape in shapes
         ]
-        step = _optimizer(optimizer, [parameter for table in tables for parameter in table.parameters()])
+        parameters = [parameter for table in tables for parameter in table.parameters()]
+        settings = {"lr": torch.tensor(0.01), "fused": True} if optimizer == "Adam" else {"lr": 0.01}
+        step = getattr(torch.optim, optimizer)(parameters, **settings)
+        assert optimizer == "Adam" or all(register_update(parameter, step) for parameter in parameters)
         ids = torch.empty(ids_of_all, dtype=torch.int64).chunk(len(tables))
         offsets, upstream = torch.empty(ids_of_all + 1, dtype=torch.int64), torch.empty(batch, len(tables) * dim)
         weights = torch.empty(ids_of_all, requires_grad=True) if weighted else None
@@ -129,14 +130,6 @@ def count_step(
         with counter:
             train()
         return Step(torch=counter.operators, launches=list(launches))
-
-
-def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if name == "Adam":
-        return torch.optim.Adam(parameters, lr=torch.tensor(0.01), fused=True)
-    made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=0.01)
-    assert all(register_update(parameter, made) for parameter in parameters)
-    return made
 
 
 def _constants(rows: list[Any], device: torch.device) -> Tensor:

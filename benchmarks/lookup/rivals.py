@@ -13,14 +13,13 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import comera_rec as cr
-from benchmarks.harness.ids import draw_ids
 from benchmarks.harness.workload import TorchProvider
 
 with warnings.catch_warnings():
@@ -33,6 +32,20 @@ with warnings.catch_warnings():
         SplitTableBatchedEmbeddingBagsCodegen = None
 
 _kept: dict[tuple[tuple[int, ...], int, str], Tensor] = {}
+
+
+def draw_ids(rows: int, count: int, exponent: float) -> Tensor:
+    """Draw ids [count] of one table by Zipf's law: P(k) is proportional to (k + 1)^-exponent; exponent 0 is uniform."""
+    if exponent == 0:
+        return torch.randint(rows, (count,))
+    cumulative = _cumulative(rows, exponent)
+    return torch.searchsorted(cumulative, torch.rand(count, dtype=torch.float64) * cumulative[-1])
+
+
+@lru_cache(maxsize=7)  # one for each table of a batch
+def _cumulative(rows: int, exponent: float) -> Tensor:
+    weights = torch.arange(1, rows + 1, dtype=torch.float64).pow_(-exponent)
+    return torch.cumsum(weights, 0, out=weights)
 
 
 @dataclass(frozen=True)

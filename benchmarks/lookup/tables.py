@@ -116,8 +116,7 @@ def _able(case: LookupCase, device: str) -> LookupCase:
     """Leave out providers whose packages are not installed, and dense ones whose tables don't fit into memory."""
     missing = {FBGEMM, FBGEMM_GRAPH} if rivals.SplitTableBatchedEmbeddingBagsCodegen is None else set()
     missing |= {OURS, UPDATED, next(iter(GRAPHS))} if KeyedJaggedTensor is None else set()
-    on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = on_host if device == "cpu" else torch.cuda.mem_get_info(device)[1]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device == "cpu" else torch.cuda.mem_get_info(device)[1]
     missing |= {DENSE, FBGEMM, FBGEMM_GRAPH} if 4 * sum(case.rows) * case.dim > 0.85 * memory else set()
     if missing := missing.intersection(case.providers):
         tqdm.write(f"lookup, {case.shapes()}: without {', '.join(sorted(missing))}: not installed, or larger than memory")
@@ -175,7 +174,9 @@ class LookupWorkload(Workload):
             ROW_DEDUP: lambda: self._chained(dedup=True),
             OURS: lambda: self._ours(updated=False),
             UPDATED: lambda: self._ours(updated=True),
-            TT: self._without_torchrec,
+            TT: lambda: TorchProvider(
+                self.tt_tables, self._inputs, self.upstream, shown=partial(parameter_gradients, self.tt_tables.bags)
+            ),
             **{name: partial(self._captured, optimizer) for name, optimizer in GRAPHS.items()},
         }
         return {name: factories[name] for name in self.case.providers}
@@ -277,10 +278,6 @@ class LookupWorkload(Workload):
         kind = torchrec.optim.RowWiseAdagrad
         _apply_optimizer_in_backward(kind, module.parameters(), {"lr": LR, "eps": EPS})
         return UpdatedProvider(module, features, self.upstream, prefix="collection.tt_bags.")
-
-    def _without_torchrec(self) -> TorchProvider:
-        module = copy.deepcopy(self.tt_tables)
-        return TorchProvider(module, self._inputs, self.upstream, shown=partial(parameter_gradients, module.bags))
 
     def _captured(self, name: str) -> TorchProvider:
         module = copy.deepcopy(self.tt_tables)
