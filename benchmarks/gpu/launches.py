@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from unittest import mock
 
@@ -139,8 +140,16 @@ def _constants(rows: list[Any], device: torch.device) -> Tensor:
 @contextmanager
 def _triton_on_fake_tensors() -> Iterator[None]:
     """Make the CPU appear to be a device on which Triton runs, as it can in its interpreter."""
-    aligned = mock.patch.object(kernel_calls, "_address", return_value=0)  # fake tensors have no address
-    constants = [mock.patch.object(module, "on_device", _constants) for module in (kernel_calls, pairs)]  # cached on a GPU
-    host = mock.patch.multiple(updates, _count=lambda _: None, _memory_of=lambda _: [])  # the host counts steps
-    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), aligned, constants[0], constants[1], host, FakeTensorMode():
+    patches: list[Any] = [
+        mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),
+        mock.patch.object(kernel_calls, "_address", return_value=0),  # fake tensors have no address
+        mock.patch.object(kernel_calls, "on_device", _constants),  # cached on a GPU, as the next two are
+        mock.patch.object(pairs, "on_device", _constants),
+        mock.patch.object(bags, "plan_all_rows", lru_cache(pairs.plan_all_rows)),
+        mock.patch.multiple(updates, _count=lambda _: None, _memory_of=lambda _: []),  # the host counts steps
+        FakeTensorMode(),
+    ]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         yield

@@ -4,7 +4,7 @@ from comera_rec.tt.cores import contract, first_rows, init_cores_, scaled_cores,
 from comera_rec.tt.cost import dense_cost, tt_cost
 from comera_rec.tt.digits import row_digits
 from comera_rec.tt.hot_blocks import Blocks, blocks_params, choose_hot_blocks
-from comera_rec.tt.layout import is_slice_major, slice_major, slice_major_together
+from comera_rec.tt.layout import is_slice_major, slice_major, slice_major_stride
 from comera_rec.tt.modes import factorize, require_positive
 from comera_rec.tt.shape import TTShape, max_ranks
 from comera_rec.tt.svd import tt_svd, tt_svd_spectra
@@ -25,7 +25,7 @@ __all__ = [
     "row_digits",
     "scaled_cores",
     "slice_major",
-    "slice_major_together",
+    "slice_major_stride",
     "tt_cost",
     "tt_svd",
     "tt_svd_spectra",

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 _LEADING, _TRAILING = (1, 0, 3, 2), (1, 3, 0, 2)
-_OF_TRAILING = (2, 0, 3, 1)  # what undoes it; _LEADING undoes itself
 
 
 def slice_major(core: Tensor, k: int, order: int) -> Tensor:
@@ -35,21 +33,13 @@ def slice_major(core: Tensor, k: int, order: int) -> Tensor:
     return _restore(core.permute(axes).contiguous(), axes)
 
 
-def slice_major_together(cores: Sequence[Tensor], numbers: Sequence[int], order: int) -> list[Tensor]:
-    """Return cores laid out slice after slice: the same if all are; otherwise copies, one behind the other in memory.
-
-    Args:
-        cores: cores of several tables.
-        numbers: the number of each in its table, from 0.
-        order: the number of cores of a table.
-    """
-    laid_out = [slice_major(core, k, order) for core, k in zip(cores, numbers, strict=True)]
-    if all(copy is core for copy, core in zip(laid_out, cores, strict=True)):
-        return laid_out
-    axes = [_axes(k, order) for k in numbers]
-    permuted = [core.permute(each) for core, each in zip(laid_out, axes, strict=True)]
-    parts = torch.cat([core.flatten() for core in permuted]).split([core.numel() for core in permuted])
-    return [_restore(part.view(core.shape), each) for part, core, each in zip(parts, permuted, axes, strict=True)]
+def slice_major_stride(shape: Sequence[int], k: int, order: int) -> tuple[int, ...]:
+    """Return the strides of the k-th of `order` cores of a shape, laid out slice after slice."""
+    strides, step = [0] * 4, 1
+    for axis in reversed(_axes(k, order)):
+        strides[axis] = step
+        step *= shape[axis]
+    return tuple(strides)
 
 
 def is_slice_major(core: Tensor, k: int, order: int) -> bool:
@@ -64,7 +54,7 @@ def is_slice_major(core: Tensor, k: int, order: int) -> bool:
 
 def _restore(core: Tensor, axes: Sequence[int]) -> Tensor:
     """Undo a permutation of a core's axes."""
-    return core.permute(_LEADING if axes is _LEADING else _OF_TRAILING)
+    return core.permute([axes.index(axis) for axis in range(4)])
 
 
 def _axes(k: int, order: int) -> tuple[int, int, int, int]:

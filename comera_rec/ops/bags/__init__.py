@@ -53,9 +53,9 @@ def tt_bags(
 ) -> Tensor:
     """Pool rows of TT tables, as `torch.nn.functional.embedding_bag` pools those of dense tables.
 
-    A row is a product of the slices that its digits select. Each unique row, and each unique leading and trailing half, is formed
-    once: CoMERA, section 4.1 (arXiv 2405.14377). Gradients are summed in the order of rows, so the number of threads doesn't change
-    results.
+    A row is a product of the slices that its digits select. On CPU each unique row, and each unique leading and trailing half, is
+    formed once: CoMERA, section 4.1 (arXiv 2405.14377). Gradients are summed in the order of rows, so the number of threads doesn't
+    change results.
 
     Args:
         tables: `Table`s, or pairs of cores and diagonals, that differ only in row modes, ranks and hot blocks; a `TableGroup` of
@@ -96,9 +96,9 @@ def tt_bags(
         weights = weights.to(torch.float32 if impl == "cpu" else first.dtype).contiguous()
     if impl != "cpu" or mode == "max":  # otherwise the CPU operator checks them
         _require_ascending(offsets, plan)
-    if isinstance(plan, PairPlan) != (impl == "triton"):
-        plan_impl = impl if impl == "triton" else "auto"
-        raise UserError(f"impl is {impl!r}, but the plan is for another one: make it with plan_lookup(..., impl={plan_impl!r})")
+    made_for = "triton" if isinstance(plan, PairPlan) else "cpu" if plan.rows.dtype == torch.int32 else "reference"
+    if made_for != impl and (impl != "reference" or made_for == "triton"):
+        raise UserError(f"impl is {impl!r}, but the plan is for {made_for!r}: make it with plan_lookup(..., impl={impl!r})")
     if impl == "reference":
         assert not isinstance(plan, PairPlan)
         if update_in_backward:

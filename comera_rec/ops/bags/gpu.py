@@ -7,9 +7,10 @@ the rows of tables of order 2: all of them, P + Q for P Q rows, which takes less
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,40 +19,74 @@ from torch import Tensor, nn
 from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls, KernelTables
 from comera_rec.ops.bags.table import Table, TableGroup
 from comera_rec.ops.bags.updates import ROW_WISE, Updates, current_updates, find_updates, refuse_row_wise
-from comera_rec.ops.plan.pairs import PairPlan, is_transformed, plan_hot_rows, plan_pairs
-from comera_rec.tt import slice_major_together
+from comera_rec.ops.plan.pairs import PairPlan, is_transformed, plan_all_rows, plan_hot_rows
+from comera_rec.tt import slice_major, slice_major_stride
 from data_pipeline.errors import UserError
+
+Layout = tuple[Sequence[int], Sequence[int]]
+"""Shape and strides."""
+
+
+class Side(NamedTuple):
+    """One of two neighboring cores, of all tables, as kernels take them: slice-major, their bonds to others equally large."""
+
+    cores: Sequence[Tensor]
+    sources: Sequence[Tensor]
+    """What autograd differentiates: the same, or the tensors whose memory the cores share, one behind the other."""
+
+
+def _side(cores: Sequence[Tensor], number: int, order: int, dim: int) -> Side:
+    """Lay out the cores of a number among `order`; `dim` is the bond to other cores, 0 or 3. Copies have one memory."""
+    size = max(core.shape[dim] for core in cores)
+    if all(core.shape[dim] == size and slice_major(core, number, order) is core for core in cores):
+        return Side(cores, cores)
+    if is_transformed():
+        copies = [F.pad(core, [0] * (7 - 2 * dim) + [size - core.shape[dim]]) for core in cores]
+        return Side(*[[slice_major(copy, number, order) for copy in copies]] * 2)
+    shapes = [(*core.shape[:dim], size, *core.shape[dim + 1 :]) for core in cores]
+    layouts = [(shape, slice_major_stride(shape, number, order)) for shape in shapes]
+    joined = _Joined.apply(layouts, *cores)
+    return Side(_cut(joined.detach(), layouts), [joined])
+
+
+class _Joined(torch.autograd.Function):
+    """Copies of cores in one memory, flat, with bonds padded by zeros, which change no product."""
+
+    @staticmethod
+    def forward(ctx: Any, layouts: Sequence[Layout], *cores: Tensor) -> Tensor:
+        ctx.layouts, ctx.shapes = layouts, [core.shape for core in cores]
+        flat = cores[0].new_zeros(sum(math.prod(shape) for shape, _ in layouts))
+        parts = _cut(flat, layouts)
+        torch._foreach_copy_([part[:a, :, :, :c] for part, (a, _, _, c) in zip(parts, ctx.shapes, strict=True)], list(cores))
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        parts = _cut(grad.contiguous(), ctx.layouts)
+        return None, *(part[:a, :, :, :c] for part, (a, _, _, c) in zip(parts, ctx.shapes, strict=True))
 
 
 class Pairs:
-    """Neighboring cores of all tables, or blocks of hot rows, as kernels take them, and their updates in backward.
+    """Neighboring cores of all tables, or blocks of hot rows, and their updates in backward.
 
     Args:
-        firsts, seconds: T cores (a, m, n, r) and as many (r, m', n', c), where a or c is 1.
+        first, second: T cores (a, m, n, r) and as many (r, m', n', c), where a or c is 1.
         diagonals: T diagonals (r) or (r, 1), or none.
         may_update: whether cores whose optimizers were applied in backward are updated there, where that is possible.
-        number: of the first cores among the `order` cores of their tables.
-        sources: the tensors that cores are parts of, in the order of their memory, which get the gradients; the cores by default.
 
     Raises:
         ValueError: for cores of a dtype other than float32, bfloat16 or float16, and row-wise Adagrad in backward whose settings
             differ.
     """
 
-    def __init__(
-        self, firsts: Sequence[Tensor], seconds: Sequence[Tensor], diagonals: Sequence[Tensor], may_update: bool, number: int = 0,
-        order: int = 2, sources: Sequence[Tensor] = (),
-    ) -> None:  # fmt: skip
-        if firsts[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UserError(
-                f"the cores are {firsts[0].dtype}: the GPU kernels compute in float32; give float64 to impl='reference'"
-            )
-        cores = [*firsts, *seconds]
-        self.cores = slice_major_together(cores, [number] * len(firsts) + [number + 1] * len(seconds), order)
-        self.sources = sources or self.cores
+    def __init__(self, first: Side, second: Side, diagonals: Sequence[Tensor], may_update: bool) -> None:
+        dtype = first.cores[0].dtype
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(f"the cores are {dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
+        self.cores, self.sources = [*first.cores, *second.cores], [*first.sources, *second.sources]
         self.diagonals = [diagonal.contiguous() for diagonal in diagonals]
-        self.has_copies = not (all(map(is_, self.cores, cores)) and all(map(is_, self.diagonals, diagonals)))
-        self.counts = tuple(sum(core.shape[1] for core in side) for side in (firsts, seconds))
+        self.has_copies = not (all(map(is_, self.sources, self.cores)) and all(map(is_, self.diagonals, diagonals)))
+        self.counts = tuple(sum(core.shape[1] for core in side.cores) for side in (first, second))
         self._updates = find_updates(self.cores, self.diagonals) if may_update else None
         self._tables: KernelTables | None = None
 
@@ -69,44 +104,21 @@ class Pairs:
         return updates if updates is not None and updates.gpu_rules() is not None else None
 
 
-class _HalfPlan:
-    """The plan of all products of slices of two neighboring cores, of all tables."""
-
-    def __init__(self, tables: Sequence[Table], number: int) -> None:
-        modes = [(table.cores[number].shape[1], table.cores[number + 1].shape[1]) for table in tables]
-        self.counts, device = [m * n for m, n in modes], tables[0].cores[0].device
-        self.pairs = plan_pairs([torch.arange(count, device=device) for count in self.counts], modes, self.counts)
-        self.ends = torch.arange(sum(self.counts) + 1, device=device)
-
-
-class _HalfPlans:
-    """The plans of the halves of two cores that tables have."""
-
-    has_copies = False
-
-    def __init__(self, tables: Sequence[Table], may_update: bool) -> None:
-        order = len(tables[0].cores)
-        self.plans = [_HalfPlan(tables, number) for number in range(0, order - 1, 2)] if order > 2 else []
-
-
 def _half(tables: Sequence[Table], number: int) -> Pairs:
-    firsts, seconds = zip(*(table.cores[number : number + 2] for table in tables), strict=True)
+    """Return two neighboring cores, whose products are slices of tables of order 2."""
+    order, (firsts, seconds) = len(tables[0].cores), zip(*(table.cores[number : number + 2] for table in tables), strict=True)
     diagonals = [table.diagonals[number] for table in tables if table.diagonals]
-    return Pairs(_padded(firsts, 0), _padded(seconds, 3), diagonals, False, number, len(tables[0].cores))
+    return Pairs(_side(firsts, number, order, 0), _side(seconds, number + 1, order, 3), diagonals, may_update=False)
 
 
-def _products(pairs: Pairs, plan: _HalfPlan) -> Tensor:
-    """Form the products of two neighboring cores: the slice-major cores (a, m m', n n', c) of all tables in one."""
-    (a, _, n1, _), (_, _, n2, c) = pairs.cores[0].shape, pairs.cores[-1].shape
-    rows = pool_pairs(pairs, plan.pairs, plan.ends, None, ("sum", 1, a * n1 * c * n2))
-    return rows.view(sum(plan.counts), a, n1, c, n2).transpose(2, 3).flatten(3).contiguous().permute(1, 0, 3, 2)
-
-
-def _padded(cores: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
-    """Pad a bond of cores, the first or the last dimension, to that of the largest with zeros, which change no product."""
-    size = max(core.shape[dim] for core in cores)
-    front = [0] * (7 - 2 * dim)
-    return [core if core.shape[dim] == size else F.pad(core, [*front, size - core.shape[dim]]) for core in cores]
+def _products(pairs: Pairs) -> Side:
+    """Form all products of slices of two neighboring cores: T cores (a, m m', n n', c)."""
+    half, ((a, _, n1, _), (_, _, n2, c)) = len(pairs.cores) // 2, (pairs.cores[0].shape, pairs.cores[-1].shape)
+    modes = tuple((one.shape[1], other.shape[1]) for one, other in zip(pairs.cores[:half], pairs.cores[half:], strict=True))
+    plan, ends = plan_all_rows(modes, pairs.cores[0].device)
+    rows = pool_pairs(pairs, plan, ends, None, ("sum", 1, a * n1 * c * n2))
+    whole = rows.view(plan.num_ids, a, n1, c, n2).transpose(2, 3).flatten(3).contiguous().permute(1, 0, 3, 2)
+    return Side((whole if is_transformed() else whole.detach()).split([m * n for m, n in modes], dim=1), [whole])
 
 
 class _Layout:
@@ -120,24 +132,26 @@ class _Layout:
         self._diagonals = [table.diagonals[(order - 1) // 2] for table in tables if table.diagonals]
         self._pairs: Pairs | None = None
         if not self._halves:
-            self._pairs = Pairs([each[0] for each in cores], self._lasts, self._diagonals, may_update and order == 2)
+            first, last = _side([each[0] for each in cores], 0, order, 0), _side(self._lasts, 1, 2, 3)
+            self._pairs = Pairs(first, last, self._diagonals, may_update and order == 2)
         self.hot = _hot_pairs(tables, may_update)
         parts = [self._pairs, self.hot, *self._halves]
         self.has_copies = any(part.has_copies for part in parts if part is not None)
 
-    def pairs(self, plans: Sequence[_HalfPlan]) -> Pairs:
-        """The tables as those of order 2; plans of their halves."""
+    def pairs(self) -> Pairs:
+        """The tables as those of order 2."""
         if self._pairs is not None:
             return self._pairs
-        products = list(map(_products, self._halves, plans))
-        lasts = slice_major_together(_padded(self._lasts, 0), [1] * len(self._lasts), 2)
-        sources = products if len(products) == 2 else [*products, *lasts]
-        parts = products if is_transformed() else [each.detach() for each in products]
-        lefts, *others = (each.split(plan.counts, dim=1) for each, plan in zip(parts, plans, strict=True))
-        diagonals = self._diagonals
-        if len({each.shape[0] for each in diagonals}) > 1:  # then the products' ranks are padded
-            diagonals = list(nn.utils.rnn.pad_sequence([each.flatten() for each in diagonals], batch_first=True))
-        return Pairs(lefts, others[0] if others else lasts, diagonals, may_update=False, sources=sources)
+        first, *others = map(_products, self._halves)
+        last = others[0] if others else _side(self._lasts, 2, 3, 0)
+        return Pairs(first, last, _padded(self._diagonals), may_update=False)
+
+
+def _padded(diagonals: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Pad diagonals to the length of the longest, as the ranks of products are."""
+    if len({diagonal.shape[0] for diagonal in diagonals}) < 2:
+        return diagonals
+    return list(nn.utils.rnn.pad_sequence([diagonal.flatten() for diagonal in diagonals], batch_first=True))
 
 
 def _hot_pairs(tables: Sequence[Table], may_update: bool) -> Pairs | None:
@@ -145,7 +159,7 @@ def _hot_pairs(tables: Sequence[Table], may_update: bool) -> Pairs | None:
     if not blocks:
         return None
     rows, projections, diagonals = zip(*blocks, strict=True)
-    return Pairs(rows, projections, diagonals, may_update)
+    return Pairs(_side(rows, 0, 2, 0), _side(projections, 1, 2, 3), diagonals, may_update)
 
 
 def pool(
@@ -165,7 +179,7 @@ def pool(
     if update and len(tables[0].cores) != 2:
         refuse_row_wise(tables, "on a GPU it needs tables of order 2: use Adagrad, or order=2")
     layout: _Layout = group.layout(_Layout, may_update)
-    pairs = layout.pairs(group.layout(_HalfPlans, False).plans)
+    pairs = layout.pairs()
     bags = pool_pairs(pairs, plan, *how)
     if layout.hot is None:
         return bags
@@ -197,15 +211,14 @@ def pool_pairs(pairs: Pairs, plan: PairPlan, offsets: Tensor, weights: Tensor | 
     return bags
 
 
-def _cut(numbers: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Cut flat numbers into tensors of the shapes and layouts of others."""
-    parts = numbers.split([each.numel() for each in tensors])
-    return [part.as_strided(each.shape, each.stride(), part.storage_offset()) for part, each in zip(parts, tensors, strict=True)]
+def _layouts(tensors: Sequence[Tensor]) -> list[Layout]:
+    return [(each.shape, each.stride()) for each in tensors]
 
 
-def _zeros_for(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return flat zeros for the gradients of tensors."""
-    return like.new_zeros(sum(each.numel() for each in tensors))
+def _cut(numbers: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+    """Cut flat numbers into tensors of these shapes and strides."""
+    parts = numbers.split([math.prod(shape) for shape, _ in layouts])
+    return [part.as_strided(*layout, part.storage_offset()) for part, layout in zip(parts, layouts, strict=True)]
 
 
 def pool_into_bags(
@@ -232,47 +245,54 @@ def _(cores, diagonals, plan, offsets, weights, mode, features, num_cols):  # ty
 def gradients(
     grad: Tensor, targets: Tensor, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor],
     offsets: Tensor, weights: Tensor | None, mode: str, features: int, num_cols: int, of_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return flat gradients: of the cores (slice-major, concatenated), of the diagonals (concatenated), of the weights or none."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the flat gradients of the cores (slice-major) and then the diagonals, and those of the weights or none."""
     call = KernelCalls(KernelTables(cores, diagonals), plan, offsets, weights, mode, features, num_cols)
-    core_gradients, diagonal_gradients = _zeros_for(cores, cores[0]), _zeros_for(diagonals, cores[0])
+    flat, weight_gradients = form_gradients(call, grad, targets, of_weights)
+    return flat, grad.new_empty(0) if weight_gradients is None else weight_gradients
+
+
+def form_gradients(call: KernelCalls, grad: Tensor, targets: Tensor, of_weights: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the flat gradients of the cores and then the diagonals, and those of the weights."""
+    sizes, num_cores = call.tables.sizes, 2 * len(call.tables.ranks)
+    flat = call.tables.leading.new_zeros(sum(sizes))
     if not (grad.numel() and call.num_ids):
-        return core_gradients, diagonal_gradients, grad.new_zeros(call.num_ids if of_weights else 0)
-    of_diagonals = Ending("gradient", _cut(diagonal_gradients, diagonals)) if diagonals else None
-    call.finish(call.sum_slices(grad, targets), Ending("gradient", _cut(core_gradients, cores)), of_diagonals)
-    weight_gradients = call.gradients_of_weights(grad, targets) if of_weights else grad.new_empty(0)
-    return core_gradients, diagonal_gradients, weight_gradients
+        return flat, grad.new_zeros(call.num_ids) if of_weights else None
+    parts = flat.split(sizes)
+    diagonals = Ending("gradient", parts[num_cores:]) if len(parts) > num_cores else None
+    call.finish(call.sum_slices(grad, targets), Ending("gradient", parts[:num_cores]), diagonals)
+    return flat, call.gradients_of_weights(grad, targets) if of_weights else None
 
 
 _gradients = torch.library.custom_op("comera_rec::pool_pairs_backward", gradients, mutates_args=(), schema=(
     "(Tensor grad, Tensor targets, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, "
-    "Tensor? weights, str mode, int features, int num_cols, bool of_weights) -> (Tensor, Tensor, Tensor)"
+    "Tensor? weights, str mode, int features, int num_cols, bool of_weights) -> (Tensor, Tensor)"
 ))  # fmt: skip
 
 
 @_gradients.register_fake
 def _(grad, targets, cores, diagonals, plan, offsets, weights, mode, features, num_cols, of_weights):  # type: ignore[no-untyped-def]
-    sizes = (sum(each.numel() for each in tensors) for tensors in (cores, diagonals))
-    return *(cores[0].new_empty(size) for size in sizes), grad.new_empty(weights.shape[0] if of_weights else 0)
+    size = sum(each.numel() for each in (*cores, *diagonals))
+    return cores[0].new_empty(size), grad.new_empty(weights.shape[0] if of_weights else 0)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     cores, diagonals, plan, offsets, weights, *ctx.settings = inputs
     _, targets = output
     ctx.mark_non_differentiable(targets)
-    ctx.lengths = len(cores), len(diagonals)
+    ctx.num_cores = len(cores)
     ctx.save_for_backward(offsets, weights, targets, *plan, *cores, *diagonals)
 
 
 def _differentiate(ctx, grad: Tensor, *_: Tensor):  # type: ignore[no-untyped-def]
-    offsets, weights, targets, *tensors = ctx.saved_tensors
-    plan, num_cores = tensors[:3], ctx.lengths[0]
-    cores, diagonals = tensors[3 : 3 + num_cores], tensors[3 + num_cores :]
+    offsets, weights, targets, pairs, slices, order, *parameters = ctx.saved_tensors
+    cores, diagonals = parameters[: ctx.num_cores], parameters[ctx.num_cores :]
     of_weights = weights is not None and ctx.needs_input_grad[4]
-    arguments = (cores, diagonals, plan, offsets, weights, *ctx.settings, of_weights)
-    core_gradients, diagonal_gradients, weight_gradients = _gradients(grad.contiguous(), targets, *arguments)
-    weight_gradients = weight_gradients if of_weights else None
-    return _cut(core_gradients, cores), _cut(diagonal_gradients, diagonals), [None] * 3, None, weight_gradients, None, None, None
+    arguments = (cores, diagonals, [pairs, slices, order], offsets, weights, *ctx.settings, of_weights)
+    flat, weight_gradients = _gradients(grad.contiguous(), targets, *arguments)
+    parts = _cut(flat, _layouts(parameters))
+    of_plan = [None] * 3
+    return parts[: ctx.num_cores], parts[ctx.num_cores :], of_plan, None, weight_gradients if of_weights else None, None, None, None
 
 
 torch.library.register_autograd(_pool, _differentiate, setup_context=_setup_context)
@@ -291,35 +311,39 @@ class _Pool(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out, targets = KernelCalls(tables, (pairs, slices, order), offsets, weights, *settings).forward()
         ctx.settings, ctx.tables, ctx.updates = settings, tables, updates
+        ctx.layouts = _layouts(parameters)  # those that kernels know; what hooks save may have others
         ctx.save_for_backward(pairs, slices, order, offsets, weights, targets, *parameters)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *plan, offsets, weights, targets = ctx.saved_tensors[:6]
-        tables, updates, parameters = ctx.tables, ctx.updates, ctx.saved_tensors[6:]
-        call, grad = KernelCalls(tables, plan, offsets, weights, *ctx.settings), grad.contiguous()
-        if updates is not None:
-            updates.require_possible()
-            rules, kind, (of_cores, of_diagonals) = updates.gpu_rules(), updates.kind, updates.begin_gpu_step()
-        if not (grad.numel() and call.num_ids):
-            return *(None,) * 8, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, parameters)
-        results = gradients = []
-        if parameters:
-            flat = _zeros_for(parameters, tables.leading)
-            results = gradients = _cut(flat, parameters)
-            if updates is None and len(parameters) != len(tables.cores) + len(tables.diagonals):
-                results = _cut(flat, [*tables.cores, *tables.diagonals])
-        num_cores = len(tables.cores) if updates is None else 0
-        cores_end, diagonals_end = Ending("gradient", results[:num_cores]), Ending("gradient", results[num_cores:])
-        if updates is not None:
-            cores_end = Ending(kind.name, of_cores, rules[0])
-            if updates.diagonals is not None:  # a row of a diagonal is one number
-                diagonals_end = Ending("Adagrad" if kind is ROW_WISE else kind.name, of_diagonals, rules[1])
-        sums, of_weights = call.sum_slices(grad, targets), weights is not None and ctx.needs_input_grad[8]
-        weight_gradients = call.gradients_of_weights(grad, targets) if of_weights else None
-        call.finish(sums, cores_end, diagonals_end if diagonals_end.results else None)
-        if updates is not None:
-            updates.end_step()
-        return *(None,) * 8, weight_gradients, *gradients
+        pairs, slices, order, offsets, weights, targets, *_ = ctx.saved_tensors  # read once: a checkpoint has each once
+        call = KernelCalls(ctx.tables, (pairs, slices, order), offsets, weights, *ctx.settings)
+        grad, of_weights = grad.contiguous(), weights is not None and ctx.needs_input_grad[8]
+        if ctx.updates is None:
+            flat, weight_gradients = form_gradients(call, grad, targets, of_weights)
+        else:
+            flat, weight_gradients = _update(ctx.updates, call, grad, targets, of_weights, ctx.layouts)
+        return *(None,) * 8, weight_gradients, *_cut(flat, ctx.layouts)
+
+
+def _update(
+    updates: Updates, call: KernelCalls, grad: Tensor, targets: Tensor, of_weights: bool, layouts: Sequence[Layout]
+) -> tuple[Tensor, Tensor | None]:
+    """Apply optimizers; return the flat gradients of diagonals, if these get gradients, and those of the weights."""
+    updates.require_possible()
+    rules, kind, (of_cores, of_diagonals) = updates.gpu_rules(), updates.kind, updates.begin_gpu_step()
+    assert rules is not None
+    sizes = [math.prod(shape) for shape, _ in layouts]
+    flat = call.tables.leading.new_zeros(sum(sizes)) if sizes else call.tables.leading.new_empty(0)
+    if not (grad.numel() and call.num_ids):
+        return flat, grad.new_zeros(call.num_ids) if of_weights else None
+    diagonals = Ending("gradient", flat.split(sizes)) if sizes else None
+    if updates.diagonals is not None:  # a row of a diagonal is one number
+        diagonals = Ending("Adagrad" if kind is ROW_WISE else kind.name, of_diagonals, rules[1])
+    sums = call.sum_slices(grad, targets)
+    weight_gradients = call.gradients_of_weights(grad, targets) if of_weights else None
+    call.finish(sums, Ending(kind.name, of_cores, rules[0]), diagonals)
+    updates.end_step()
+    return flat, weight_gradients

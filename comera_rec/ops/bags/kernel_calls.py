@@ -58,7 +58,7 @@ class KernelTables:
     """Pairs of cores of T tables, as kernels take them: addresses and sizes, which lookups share.
 
     Rows are products of a slice of each. Columns of a slice that has a bond on its other side count that bond too, so a row is
-    [a, n, n', c] for slices (a, n, r) and (r, n', c).
+    [a, n, c, n'] for slices (a, n, r) and (r, n', c).
 
     Args:
         cores: slice-major: the first ones (a, m, n, r) of all tables, then as many second ones (r, m', n', c).
@@ -67,8 +67,8 @@ class KernelTables:
 
     def __init__(self, cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> None:
         half = len(cores) // 2
-        # Their memory is kept until backward, even if parameters are given other data.
-        self.cores, self.diagonals = cores, diagonals
+        self._parameters = cores, diagonals  # whose memory is kept until backward, even if parameters are given other data
+        self.sizes = [each.numel() for each in (*cores, *diagonals)]
         self.leading, self.trailing, self.first_diagonal = cores[0], cores[half], diagonals[0] if diagonals else cores[0]
         self.counts = tuple(sum(core.shape[1] for core in side) for side in (cores[:half], cores[half:]))
         self.are_scaled = bool(diagonals)
@@ -115,7 +115,7 @@ class KernelCalls:
         num_cols: int,
     ) -> None:  # fmt: skip
         self._kernels, self._updates = _kernels()
-        self._tables = tables
+        self.tables = tables
         self._pairs, self._slices, self._order = plan
         self._offsets, self._weights = offsets, weights
         self.num_bags, self.num_ids = offsets.shape[0] - 1, self._pairs.shape[1]
@@ -124,7 +124,7 @@ class KernelCalls:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return bags and the target of each id [L], a row of the bags as a matrix [B * F, N]."""
-        out = self._tables.leading.new_empty(self.num_bags // self._features, self._features * self._num_cols)
+        out = self.tables.leading.new_empty(self.num_bags // self._features, self._features * self._num_cols)
         targets = torch.empty(self.num_ids, dtype=torch.int32, device=out.device)
         if out.numel():
             self._pool(out, targets, self._offsets, self._weights, self._mode, self._features)
@@ -132,7 +132,7 @@ class KernelCalls:
 
     def _pool(self, out: Tensor, targets: Tensor, offsets: Tensor, weights: Tensor | None, mode: str, features: int) -> None:
         """Fill bags and targets."""
-        tables, num_bags = self._tables, offsets.shape[0] - 1
+        tables, num_bags = self.tables, offsets.shape[0] - 1
         kernel, bags_at_once, programs_of_bag = self._kernels.pool_kernel(self._sizes, mode, weights is not None)
         kernel(
             (ceil_div(num_bags, bags_at_once), programs_of_bag),
@@ -144,7 +144,7 @@ class KernelCalls:
 
     def sum_slices(self, grad: Tensor, targets: Tensor) -> Sums:
         """Return sums over the ids of each slice."""
-        tables, num_ids, chunk = self._tables, self.num_ids, self._kernels.CHUNK
+        tables, num_ids, chunk = self.tables, self.num_ids, self._kernels.CHUNK
         num_left, num_right = tables.counts
         right_start = -(-num_left // 4) * 4  # at a multiple of 16 bytes
         owners = torch.empty(right_start + num_right, dtype=torch.int32, device=grad.device)
@@ -180,7 +180,7 @@ class KernelCalls:
 
     def finish(self, sums: Sums, cores: Ending, diagonals: Ending | None) -> None:
         """Write the gradients of cores and diagonals or update them; `diagonals` is None if there are none."""
-        tables, half = self._tables, len(self._tables.ranks)
+        tables, half = self.tables, len(self.tables.ranks)
         num_left, num_right = tables.counts
         columns, are_aligned = tables.ends(cores.results, () if diagonals is None else diagonals.results)
         products = torch.empty(
@@ -207,7 +207,7 @@ class KernelCalls:
 
     def _seed(self, *endings: Ending | None) -> Tensor:
         """Draw the seed for rounding updates on the device, [1] int64; return any tensor where nothing is updated or rounded."""
-        leading = self._tables.leading
+        leading = self.tables.leading
         if leading.dtype == torch.float32 or all(ending is None or ending.kind == "gradient" for ending in endings):
             return self._order
         return torch.randint(1 << 60, (1,), device=leading.device)

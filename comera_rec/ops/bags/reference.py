@@ -63,7 +63,7 @@ def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor
 
 
 def row_slices(plan: LookupPlan) -> list[Tensor]:
-    """Return the slice of each core, numbered through all tables, that each unique row uses: d times [U], negative beyond them."""
+    """Return the slice of each core that each unique row uses, d times [U]; beyond the last row, the first core's are negative."""
     order, rows = plan.bounds.shape[0] - 3, plan.rows.long()
     if rows.device.type == "cpu" and not torch.compiler.is_compiling() and type(rows) is Tensor:
         rows = rows[:, : int(plan.bounds[0, -1])]  # where reading it doesn't wait for a device or break a trace

@@ -106,7 +106,7 @@ def _kept_starts(starts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def is_transformed() -> bool:
-    """Return whether a tracer or transform needs the registered operators, which take longer to call than kernels to run."""
+    """Return whether a tracer or transform is active: it sees only registered operators, which take longer to call than kernels."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()
 
 
@@ -220,6 +220,34 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys = pairs.new_empty(2, pairs.shape[1], dtype=key_type(sum(rows), len(rows)))
     return torch.empty_like(pairs, dtype=torch.int32), keys, torch.empty_like(keys, dtype=torch.int64)
+
+
+def plan_all_rows(modes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[PairPlan, Tensor]:
+    """Plan a lookup of all rows of tables with two row modes, each row in a bag; also return the bags' starts.
+
+    It is the same in every step, so it is kept; forever where a graph that is being captured reads it.
+    """
+    key, counts = (modes, device), [m * n for m, n in modes]
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    found = None if is_transformed() else _ALL_ROWS.get(key)
+    if found is None:
+        if sum(counts) >= MOST_IDS:
+            raise UserError(f"a half of these tables has {sum(counts):,} products of slices: choose row modes that differ less")
+        with torch.inference_mode(False):  # or training couldn't use it after an evaluation
+            ids = [torch.arange(count, device=device) for count in counts]
+            found = plan_pairs(ids, modes, counts), torch.arange(sum(counts) + 1, device=device)
+        if not (is_capturing or is_transformed()):
+            if len(_ALL_ROWS) == _MOST_KEPT:
+                del _ALL_ROWS[next(iter(_ALL_ROWS))]
+            _ALL_ROWS[key] = found
+    plan, ends = found
+    for tensor in (plan.pairs, plan.slices, plan.order, ends):
+        kept(tensor)
+    return plan, ends
+
+
+_ALL_ROWS: dict[tuple[Any, torch.device], tuple[PairPlan, Tensor]] = {}
+_MOST_KEPT = 64
 
 
 def _require_few(num_ids: int) -> None:
