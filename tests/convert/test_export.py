@@ -54,6 +54,7 @@ def test_fused_dense_tables_are_also_exported() -> None:
     fused = FusedEmbeddingBagCollection(stock.embedding_bag_configs(), torch.optim.SGD, {"lr": 0.1})
     fused.load_state_dict(stock.state_dict())
     replace_modules_(model, {stock: fused})
+    assert {layer.kind for layer in cr.compression_report(model).layers if "embedding_bag" in layer.name} == {"table"}
     inputs = torch.randn(9, 5), random_jagged({"f1": 401, "f2": 30}, 9)
     expected = model(*inputs)
     dense = cr.export_dense(model)
