@@ -20,7 +20,7 @@ from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls, KernelTables
 from comera_rec.ops.bags.table import Table, TableGroup
 from comera_rec.ops.bags.updates import ROW_WISE, Updates, current_updates, find_updates, refuse_row_wise
 from comera_rec.ops.plan.pairs import PairPlan, is_transformed, plan_all_rows, plan_hot_rows
-from comera_rec.tt import slice_major, slice_major_stride
+from comera_rec.tt import is_slice_major, slice_major, slice_major_stride
 from data_pipeline.errors import UserError
 
 Layout = tuple[Sequence[int], Sequence[int]]
@@ -38,7 +38,7 @@ class Side(NamedTuple):
 def _side(cores: Sequence[Tensor], number: int, order: int, dim: int) -> Side:
     """Lay out the cores of a number among `order`; `dim` is the bond to other cores, 0 or 3. Copies have one memory."""
     size = max(core.shape[dim] for core in cores)
-    if all(core.shape[dim] == size and slice_major(core, number, order) is core for core in cores):
+    if all(core.shape[dim] == size and is_slice_major(core, number, order) for core in cores):
         return Side(cores, cores)
     if is_transformed():
         copies = [F.pad(core, [0] * (7 - 2 * dim) + [size - core.shape[dim]]) for core in cores]
@@ -248,20 +248,40 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the flat gradients of the cores (slice-major) and then the diagonals, and those of the weights or none."""
     call = KernelCalls(KernelTables(cores, diagonals), plan, offsets, weights, mode, features, num_cols)
-    flat, weight_gradients = form_gradients(call, grad, targets, of_weights)
+    flat, weight_gradients = end_step(call, grad, targets, of_weights, call.tables.sizes)
     return flat, grad.new_empty(0) if weight_gradients is None else weight_gradients
 
 
-def form_gradients(call: KernelCalls, grad: Tensor, targets: Tensor, of_weights: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the flat gradients of the cores and then the diagonals, and those of the weights."""
-    sizes, num_cores = call.tables.sizes, 2 * len(call.tables.ranks)
-    flat = call.tables.leading.new_zeros(sum(sizes))
+def end_step(
+    call: KernelCalls, grad: Tensor, targets: Tensor, of_weights: bool, sizes: Sequence[int], updates: Updates | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Form gradients of parameters, or apply their optimizers, which may leave those of diagonals to others.
+
+    Args:
+        sizes: numbers of each parameter that gets a gradient: cores, unless there are updates, and diagonals.
+
+    Returns:
+        Flat gradients, and those of the weights.
+    """
+    if updates is not None:
+        updates.require_possible()
+        rules, (of_cores, of_diagonals) = updates.gpu_rules(), updates.begin_gpu_step()
+        assert rules is not None
+    flat = call.tables.leading.new_zeros(sum(sizes)) if sizes else call.tables.leading.new_empty(0)
     if not (grad.numel() and call.num_ids):
         return flat, grad.new_zeros(call.num_ids) if of_weights else None
-    parts = flat.split(sizes)
-    diagonals = Ending("gradient", parts[num_cores:]) if len(parts) > num_cores else None
-    call.finish(call.sum_slices(grad, targets), Ending("gradient", parts[:num_cores]), diagonals)
-    return flat, call.gradients_of_weights(grad, targets) if of_weights else None
+    parts, num_cores = flat.split(list(sizes)), 2 * len(call.tables.ranks) if updates is None else 0
+    cores, diagonals = Ending("gradient", parts[:num_cores]), Ending("gradient", parts[num_cores:])
+    if updates is not None:
+        cores = Ending(updates.kind.name, of_cores, rules[0])
+        if updates.diagonals is not None:  # a row of a diagonal is one number
+            diagonals = Ending("Adagrad" if updates.kind is ROW_WISE else updates.kind.name, of_diagonals, rules[1])
+    sums = call.sum_slices(grad, targets)
+    weight_gradients = call.gradients_of_weights(grad, targets) if of_weights else None
+    call.finish(sums, cores, diagonals if diagonals.results else None)
+    if updates is not None:
+        updates.end_step()
+    return flat, weight_gradients
 
 
 _gradients = torch.library.custom_op("comera_rec::pool_pairs_backward", gradients, mutates_args=(), schema=(
@@ -321,29 +341,6 @@ class _Pool(torch.autograd.Function):
         pairs, slices, order, offsets, weights, targets, *_ = ctx.saved_tensors  # read once: a checkpoint has each once
         call = KernelCalls(ctx.tables, (pairs, slices, order), offsets, weights, *ctx.settings)
         grad, of_weights = grad.contiguous(), weights is not None and ctx.needs_input_grad[8]
-        if ctx.updates is None:
-            flat, weight_gradients = form_gradients(call, grad, targets, of_weights)
-        else:
-            flat, weight_gradients = _update(ctx.updates, call, grad, targets, of_weights, ctx.layouts)
+        sizes = call.tables.sizes if ctx.updates is None else [math.prod(shape) for shape, _ in ctx.layouts]
+        flat, weight_gradients = end_step(call, grad, targets, of_weights, sizes, ctx.updates)
         return *(None,) * 8, weight_gradients, *_cut(flat, ctx.layouts)
-
-
-def _update(
-    updates: Updates, call: KernelCalls, grad: Tensor, targets: Tensor, of_weights: bool, layouts: Sequence[Layout]
-) -> tuple[Tensor, Tensor | None]:
-    """Apply optimizers; return the flat gradients of diagonals, if these get gradients, and those of the weights."""
-    updates.require_possible()
-    rules, kind, (of_cores, of_diagonals) = updates.gpu_rules(), updates.kind, updates.begin_gpu_step()
-    assert rules is not None
-    sizes = [math.prod(shape) for shape, _ in layouts]
-    flat = call.tables.leading.new_zeros(sum(sizes)) if sizes else call.tables.leading.new_empty(0)
-    if not (grad.numel() and call.num_ids):
-        return flat, grad.new_zeros(call.num_ids) if of_weights else None
-    diagonals = Ending("gradient", flat.split(sizes)) if sizes else None
-    if updates.diagonals is not None:  # a row of a diagonal is one number
-        diagonals = Ending("Adagrad" if kind is ROW_WISE else kind.name, of_diagonals, rules[1])
-    sums = call.sum_slices(grad, targets)
-    weight_gradients = call.gradients_of_weights(grad, targets) if of_weights else None
-    call.finish(sums, Ending(kind.name, of_cores, rules[0]), diagonals)
-    updates.end_step()
-    return flat, weight_gradients
