@@ -263,19 +263,18 @@ def end_step(
     Returns:
         Flat gradients, and those of the weights.
     """
+    flat = call.tables.leading.new_zeros(sum(sizes)) if sizes else call.tables.leading.new_empty(0)
+    parts, num_cores = flat.split(list(sizes)), 2 * len(call.tables.ranks) if updates is None else 0
+    cores, diagonals = Ending("gradient", parts[:num_cores]), Ending("gradient", parts[num_cores:])
     if updates is not None:
         updates.require_possible()
         rules, (of_cores, of_diagonals) = updates.gpu_rules(), updates.begin_gpu_step()
         assert rules is not None
-    flat = call.tables.leading.new_zeros(sum(sizes)) if sizes else call.tables.leading.new_empty(0)
-    if not (grad.numel() and call.num_ids):
-        return flat, grad.new_zeros(call.num_ids) if of_weights else None
-    parts, num_cores = flat.split(list(sizes)), 2 * len(call.tables.ranks) if updates is None else 0
-    cores, diagonals = Ending("gradient", parts[:num_cores]), Ending("gradient", parts[num_cores:])
-    if updates is not None:
         cores = Ending(updates.kind.name, of_cores, rules[0])
         if updates.diagonals is not None:  # a row of a diagonal is one number
             diagonals = Ending("Adagrad" if updates.kind is ROW_WISE else updates.kind.name, of_diagonals, rules[1])
+    if not (grad.numel() and call.num_ids):
+        return flat, grad.new_zeros(call.num_ids) if of_weights else None
     sums = call.sum_slices(grad, targets)
     weight_gradients = call.gradients_of_weights(grad, targets) if of_weights else None
     call.finish(sums, cores, diagonals if diagonals.results else None)
