@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -32,8 +32,6 @@ from comera_rec.ops.launch import Launch, recorded_launches
 from comera_rec.ops.plan import pairs
 from comera_rec.tt import Blocks, TTShape
 
-SORT = 4
-"""Kernels of a radix sort besides one pass per byte of the keys: histograms, their sums, values to move, a copy."""
 NONE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach", "detach_",
     "alias", "device", "_record_function_enter_new", "_record_function_exit",
@@ -69,7 +67,8 @@ class _Counter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
         if name not in NONE and not is_view:
-            self.operators.append((name, SORT + args[0].element_size() if name == "sort" else 1))
+            # A radix sort has a pass per byte of the keys; besides histograms, their sums, values to move, and a copy.
+            self.operators.append((name, 4 + args[0].element_size() if name == "sort" else 1))
         return result
 
 
@@ -140,7 +139,7 @@ def _constants(rows: list[Any], device: torch.device) -> Tensor:
 @contextmanager
 def _triton_on_fake_tensors() -> Iterator[None]:
     """Make the CPU appear to be a device on which Triton runs, as it can in its interpreter."""
-    patches: list[Any] = [
+    with (
         mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),
         mock.patch.object(kernel_calls, "_address", return_value=0),  # fake tensors have no address
         mock.patch.object(kernel_calls, "on_device", _constants),  # cached on a GPU, as the next two are
@@ -148,8 +147,5 @@ def _triton_on_fake_tensors() -> Iterator[None]:
         mock.patch.object(bags, "plan_all_rows", lru_cache(pairs.plan_all_rows)),
         mock.patch.multiple(updates, _count=lambda _: None, _memory_of=lambda _: []),  # the host counts steps
         FakeTensorMode(),
-    ]
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
+    ):
         yield

@@ -85,8 +85,7 @@ class LookupCase(Sizes):
 
     def shapes(self) -> dict[str, Any]:
         sizes = {name: getattr(self, name) for name in ("dim", "order", "rank", "batch", "bag")}
-        ids = f"zipf {self.zipf:g}" if self.zipf else "uniform"
-        return {"tables": len(self.rows), "rows": sum(self.rows), **sizes, "ids": ids}
+        return {"tables": len(self.rows), "rows": sum(self.rows), **sizes, "ids": f"zipf {self.zipf:g}" if self.zipf else "uniform"}
 
 
 def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
@@ -282,11 +281,10 @@ class LookupWorkload(Workload):
     def _captured(self, name: str) -> TorchProvider:
         module = copy.deepcopy(self.tt_tables)
         kind = torch.optim.Adagrad if name == "Adagrad" else torchrec.optim.RowWiseAdagrad
-        optimizer = None
-        if self.case.order > 2:  # whose cores get gradients, which one optimizer uses faster than one for each
-            optimizer = kind(module.parameters(), lr=LR, eps=EPS)
-        else:
+        in_backward = self.case.order == 2  # cores of others get gradients, which one optimizer takes faster than one for each
+        if in_backward:
             _apply_optimizer_in_backward(kind, module.parameters(), {"lr": LR, "eps": EPS})
+        optimizer = None if in_backward else kind(module.parameters(), lr=LR, eps=EPS)
         return UpdatedInGraph(module, self._inputs, self.upstream, optimizer=optimizer, prefix="bags.")
 
     @property
@@ -334,10 +332,8 @@ class UpdatedProvider(TorchProvider):
         provider = type(self)(module, self._batches, self._upstream, optimizer=optimizer, prefix=self._prefix)
         output = provider.passes["step"](0)
         assert isinstance(output, Tensor)
-        changes = {
-            f"gradient of {name.removeprefix(self._prefix)}": before[name] - table.detach()
-            for name, table in module.named_parameters()
-        }
+        named = module.named_parameters()
+        changes = {f"gradient of {name.removeprefix(self._prefix)}": before[name] - table.detach() for name, table in named}
         return {"output": output.detach().clone(), **changes}
 
 
