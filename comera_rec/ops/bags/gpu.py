@@ -85,7 +85,8 @@ class Pairs:
             raise UserError(f"the cores are {dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
         self.cores, self.sources = [*first.cores, *second.cores], [*first.sources, *second.sources]
         self.diagonals = [diagonal.contiguous() for diagonal in diagonals]
-        self.has_copies = not (all(map(is_, self.sources, self.cores)) and all(map(is_, self.diagonals, diagonals)))
+        is_whole = all(map(is_, self.sources, self.cores)) and all(map(is_, self.diagonals, diagonals))
+        self.has_copies = is_transformed() or not is_whole
         self.counts = tuple(sum(core.shape[1] for core in side.cores) for side in (first, second))
         self._updates = find_updates(self.cores, self.diagonals) if may_update else None
         self._tables: KernelTables | None = None

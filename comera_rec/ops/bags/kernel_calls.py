@@ -91,17 +91,22 @@ class KernelTables:
         """What forward kernels read about each table."""
         return kept(self._columns)
 
-    def ends(self, cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> tuple[Tensor, bool]:
-        """Return what the last kernels of a backward read about each table, and whether all results are aligned."""
-        if self._ends is None or self._ends[0] is not cores or self._ends[1] is not diagonals:
+    def ends(self, cores: Sequence[Tensor], diagonals: Sequence[Tensor], is_kept: bool) -> tuple[Tensor, bool]:
+        """Return what the last kernels of a backward read about each table, and whether all results are aligned.
+
+        It is kept for results that stay the same, which gradients don't.
+        """
+        ends = self._ends if is_kept else None
+        if ends is None or ends[0] is not cores or ends[1] is not diagonals:
             half = len(self.ranks)
             of_diagonals = _starts(diagonals) if diagonals else [0] * half
             columns = self._device_columns(
                 self.ranks, self._diagonal_starts, *self._starts, _starts(cores[:half]), _starts(cores[half:]), of_diagonals,
                 first_keys(self._modes)[:-1], self._modes,
             )  # fmt: skip
-            self._ends = cores, diagonals, columns, all(_address(result) % 16 == 0 for result in cores)
-        return kept(self._ends[2]), self._ends[3]
+            ends = cores, diagonals, columns, all(_address(result) % 16 == 0 for result in cores)
+            self._ends = ends if is_kept else None
+        return kept(ends[2]), ends[3]
 
     def _device_columns(self, *columns: Sequence[int]) -> Tensor:
         return on_device(list(zip(*columns, strict=True)), self.leading.device)
@@ -182,7 +187,8 @@ class KernelCalls:
         """Write the gradients of cores and diagonals or update them; `diagonals` is None if there are none."""
         tables, half = self.tables, len(self.tables.ranks)
         num_left, num_right = tables.counts
-        columns, are_aligned = tables.ends(cores.results, () if diagonals is None else diagonals.results)
+        results = cores.results, () if diagonals is None else diagonals.results
+        columns, are_aligned = tables.ends(*results, is_kept=cores.kind != "gradient")
         products = torch.empty(
             num_right if tables.are_scaled else 0, tables.rank, dtype=torch.float32, device=tables.leading.device
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -227,27 +228,37 @@ def plan_all_rows(modes: tuple[tuple[int, int], ...], device: torch.device) -> t
 
     It is the same in every step, so it is kept; forever where a graph that is being captured reads it.
     """
-    key, counts = (modes, device), [m * n for m, n in modes]
-    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    found = None if is_transformed() else _ALL_ROWS.get(key)
-    if found is None:
-        if sum(counts) >= MOST_IDS:
-            raise UserError(f"a half of these tables has {sum(counts):,} products of slices: choose row modes that differ less")
-        with torch.inference_mode(False):  # or training couldn't use it after an evaluation
-            ids = [torch.arange(count, device=device) for count in counts]
-            found = plan_pairs(ids, modes, counts), torch.arange(sum(counts) + 1, device=device)
-        if not (is_capturing or is_transformed()):
-            if len(_ALL_ROWS) == _MOST_KEPT:
-                del _ALL_ROWS[next(iter(_ALL_ROWS))]
-            _ALL_ROWS[key] = found
+    if is_transformed():
+        return _plan_all_rows(modes, device)
+    on_gpu = device.type == "cuda"
+    with _LOCK:
+        found = _ALL_ROWS.pop((modes, device), None)
+        if found is None:
+            with torch.inference_mode(False):  # or training couldn't use it after an evaluation
+                found = _plan_all_rows(modes, device)
+            if on_gpu and torch.cuda.is_current_stream_capturing():
+                return found  # which isn't filled before the graph is replayed
+            if on_gpu:  # other streams may read it next
+                torch.cuda.current_stream(device).synchronize()
+        _ALL_ROWS[modes, device] = found  # the last one used is the last
+        if len(_ALL_ROWS) > _MOST_KEPT:
+            del _ALL_ROWS[next(iter(_ALL_ROWS))]
     plan, ends = found
     for tensor in (plan.pairs, plan.slices, plan.order, ends):
         kept(tensor)
-    return plan, ends
+    return found
+
+
+def _plan_all_rows(modes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[PairPlan, Tensor]:
+    counts = [m * n for m, n in modes]
+    if sum(counts) >= MOST_IDS:
+        raise UserError(f"a half of these tables has {sum(counts):,} products of slices: choose row modes that differ less")
+    ids = [torch.arange(count, device=device) for count in counts]
+    return plan_pairs(ids, modes, counts), torch.arange(sum(counts) + 1, device=device)
 
 
 _ALL_ROWS: dict[tuple[Any, torch.device], tuple[PairPlan, Tensor]] = {}
-_MOST_KEPT = 64
+_LOCK, _MOST_KEPT = threading.Lock(), 256
 
 
 def _require_few(num_ids: int) -> None:
