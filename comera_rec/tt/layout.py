@@ -30,7 +30,7 @@ def slice_major(core: Tensor, k: int, order: int) -> Tensor:
     if is_slice_major(core, k, order):
         return core
     axes = _axes(k, order)
-    return _restore(core.permute(axes).contiguous(), axes)
+    return core.permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
 
 
 def slice_major_stride(shape: Sequence[int], k: int, order: int) -> tuple[int, ...]:
@@ -50,11 +50,6 @@ def is_slice_major(core: Tensor, k: int, order: int) -> bool:
             return core.numel() == 0
         step *= shape[axis]
     return True
-
-
-def _restore(core: Tensor, axes: Sequence[int]) -> Tensor:
-    """Undo a permutation of a core's axes."""
-    return core.permute([axes.index(axis) for axis in range(4)])
 
 
 def _axes(k: int, order: int) -> tuple[int, int, int, int]:

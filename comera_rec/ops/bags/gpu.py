@@ -75,14 +75,10 @@ class Pairs:
         may_update: whether cores whose optimizers were applied in backward are updated there, where that is possible.
 
     Raises:
-        ValueError: for cores of a dtype other than float32, bfloat16 or float16, and row-wise Adagrad in backward whose settings
-            differ.
+        ValueError: for row-wise Adagrad in backward whose settings differ.
     """
 
     def __init__(self, first: Side, second: Side, diagonals: Sequence[Tensor], may_update: bool) -> None:
-        dtype = first.cores[0].dtype
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UserError(f"the cores are {dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
         self.cores, self.sources = [*first.cores, *second.cores], [*first.sources, *second.sources]
         self.diagonals = [diagonal.contiguous() for diagonal in diagonals]
         is_whole = all(map(is_, self.sources, self.cores)) and all(map(is_, self.diagonals, diagonals))
