@@ -33,10 +33,10 @@ def test_log_and_truth(tmp_path: Path) -> None:
     np.testing.assert_array_equal(label, drawn.label)
     assert truth["label_rate"] == label.mean() == pytest.approx(0.25, abs=0.015)
     assert drawn.probability.mean() == pytest.approx(label.mean(), abs=0.01)
+    assert drawn.probability.max() > 0.9
     assert truth["best_auc"] == pytest.approx(exact_auc(label, drawn.probability), abs=1e-5)
-    likelihood = np.where(label == 1, drawn.probability, 1 - drawn.probability)
+    likelihood, rate = np.where(label == 1, drawn.probability, 1 - drawn.probability), label.mean()
     assert truth["best_logloss"] == pytest.approx(-np.log(likelihood).mean())
-    rate = label.mean()
     entropy = -rate * np.log(rate) - (1 - rate) * np.log(1 - rate)
     assert truth["best_ne"] == pytest.approx(truth["best_logloss"] / entropy)
     assert truth["last_tenth"] is not None
