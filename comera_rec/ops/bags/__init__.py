@@ -129,13 +129,14 @@ def resolve_bags_impl(impl: str, device: torch.device, dtype: torch.dtype, order
         return "cpu" if dtype in cpu.DTYPES and order > 1 else "reference"
     has_triton = importlib.util.find_spec("triton") is not None
     if impl == "auto":
-        return "triton" if has_triton and device.type == "cuda" and dtype != torch.float64 else "reference"
+        return "triton" if has_triton and device.type == "cuda" and dtype in cpu.DTYPES else "reference"
     if impl == "cpu" and not on_cpu:
         raise UserError(f"impl is 'cpu', but the tensors are on {device}: choose 'auto' or 'triton'")
     if impl == "cpu" and (dtype not in cpu.DTYPES or order == 1):
         raise UserError(f"impl is 'cpu', which takes two to four cores of float32, bfloat16 or float16, not {dtype}: choose 'auto'")
-    if impl == "triton" and dtype == torch.float64:
-        raise UserError("impl is 'triton', which computes in float32: give float64 to 'reference'")
+    if impl == "triton" and dtype not in cpu.DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        raise UserError(f"impl is 'triton', which computes in float32: give {name} to 'reference'")
     if impl == "triton" and not has_triton:
         raise UserError("impl is 'triton', but triton is not installed: install it (pip install triton) or choose 'auto'")
     if impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
