@@ -425,7 +425,7 @@ def test_a_plan_for_other_tables_or_devices_is_refused(device: str) -> None:
 def test_constants_stay_when_cores_are_copied(order: int, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     # New constants can't be captured.
     tables = make_tables(shapes=NARROW.get(order) or [TTShape((3, 2), (2, 3), (rank,)) for rank in (4, 0, 5)])
-    for core in (core for table in tables for core in table.cores()):
+    for core in (core for table in tables if order == 2 for core in table.cores()):  # ranks of the others are padded
         core.data = core.data.contiguous()  # not slice-major, so that it is copied
     ids, offsets = draw(tables, [1, 2, 0, 1, 0, 2])  # among tables of order 2 is one that has lost all ranks
     check(tables, ids, offsets, device)
