@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -56,12 +58,40 @@ class Batch(Pipelineable):
         return self._with_tensors(lambda part: part.pin_memory())
 
     def _with_tensors(self, change: Callable[[Any], Any]) -> Batch:
-        """Return the batch with every tensor changed."""
-        weights = None if self.weights is None else change(self.weights)
-        return Batch(dense=change(self.dense), sparse=change(self.sparse), labels=change(self.labels), weights=weights)
+        """Return the batch with every tensor changed; lengths and offsets of one id per row, which all batches share, are found."""
+        sparse, weights = self.sparse, None if self.weights is None else change(self.weights)
+        keys, rows, device = len(sparse.keys()), sparse.stride(), sparse.device()
+        if sparse.lengths() is one_per_row(keys, rows, device)[0]:
+            values = change(sparse.values())
+            sparse = keyed_rows(sparse.keys(), values, *one_per_row(keys, rows, values.device), rows, [rows] * keys)
+        else:
+            sparse = change(sparse)
+        return Batch(dense=change(self.dense), sparse=sparse, labels=change(self.labels), weights=weights)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until the stream is done with it, for torchrec's train pipelines."""
         for part in (self.dense, self.sparse, self.labels, self.weights):
             if part is not None:
                 part.record_stream(stream)
+
+
+@lru_cache(maxsize=8)
+def one_per_row(keys: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return lengths and offsets of a KeyedJaggedTensor with one id per row and key; batches share them, nothing writes to them."""
+    with torch.inference_mode(False):  # or training couldn't use them after an evaluation
+        return torch.ones(keys * rows, dtype=torch.int64, device=device), torch.arange(keys * rows + 1, device=device)
+
+
+def keyed_rows(
+    keys: list[str], values: Tensor, lengths: Tensor, offsets: Tensor, rows: int, counts: list[int]
+) -> KeyedJaggedTensor:
+    """Return a KeyedJaggedTensor that has nothing left to compute; `counts` are the numbers of ids of each key."""
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=values,
+        lengths=lengths,
+        offsets=offsets,
+        stride=rows,
+        length_per_key=counts,
+        offset_per_key=[0, *accumulate(counts)],
+    )

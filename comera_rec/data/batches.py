@@ -24,10 +24,10 @@ C categorical columns.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,11 +35,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
-from torchrec import KeyedJaggedTensor
 
-from comera_rec.data.batch import Batch
+from comera_rec.data.batch import Batch, keyed_rows, one_per_row
 from data_pipeline.arrow import to_arrow
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import REMEDY, Manifest, check_shards, read_manifest
@@ -67,12 +65,14 @@ class ParquetBatches(IterableDataset[Batch]):
         batch_size: rows in a batch of this process.
         shuffle: permute row groups and rows anew in every epoch; False keeps the order of the files.
         shuffle_rows: rows that are permuted at once, in the buffers of all processes together; a reader's buffer has at least one
-            row group. A row takes 4 bytes x (I + C + L + W); a reader may hold its buffer up to three times.
+            row group. A row takes 4 bytes x (I + C + L + W); a reader may hold its buffer up to three times, and the next one.
         seed: determines the permutations, together with the epoch.
         epochs: passes over the split in one iteration; None = endless.
         process_rank, world_size: which share of the rows this process takes.
         readers: readers of all processes together, among which the rows are divided: a multiple of world_size such that a
             process's readers give equally many rows to every batch. None for one per process.
+        threads: threads that read the next buffers of this process's readers meanwhile; 0 to read a buffer when it is needed, which
+            takes less memory.
         drop_last: leave out the rows that do not fill a batch on every process.
 
     Raises:
@@ -95,9 +95,10 @@ class ParquetBatches(IterableDataset[Batch]):
         world_size: int = 1,
         readers: int | None = None,
         drop_last: bool = False,
+        threads: int = 0,
     ) -> None:
         given = {"batch_size": (batch_size, 1), "shuffle_rows": (shuffle_rows, 1), "world_size": (world_size, 1), "seed": (seed, 0)}
-        for name, (value, least) in given.items():
+        for name, (value, least) in (given | {"threads": (threads, 0)}).items():
             if value < least:
                 raise UserError(f"{name} must be at least {least}, got {value}")
         if epochs is not None and epochs < 1:
@@ -113,6 +114,7 @@ class ParquetBatches(IterableDataset[Batch]):
         self.manifest = read_manifest(data)
         self.batch_size, self.shuffle, self.shuffle_rows, self.seed, self.epochs = batch_size, shuffle, shuffle_rows, seed, epochs
         self.process_rank, self.world_size, self.readers, self.drop_last = process_rank, world_size, readers, drop_last
+        self.threads = threads
         self._dense_names = [column.name for column in self.manifest.integer_columns]
         self._label_names = [label.name for label in self.manifest.labels]
         self._weight_names = [self.manifest.weight.name] if self.manifest.weight else []
@@ -195,11 +197,19 @@ class ParquetBatches(IterableDataset[Batch]):
         local_readers = range(first_reader + worker_id, first_reader + process_readers, workers)
         shares = [(self.rows * reader // readers, self.rows * (reader + 1) // readers) for reader in local_readers]
         count = self.batches_per_epoch(workers)
-        for parts in zip(*(self._parts(epoch, share, first, count) for share in shares), strict=True):
-            yield _concatenated(list(itertools.chain.from_iterable(parts)))
+        pool = ThreadPoolExecutor(self.threads, "ParquetBatches") if self.threads else None
+        try:
+            parts_of_readers = [self._parts(epoch, share, first, count, pool) for share in shares]
+            for parts in zip(*parts_of_readers, strict=True):
+                yield _concatenated(list(itertools.chain.from_iterable(parts)))
+        finally:
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
 
-    def _parts(self, epoch: int, share: tuple[int, int], first: int, count: int) -> Iterator[list[pa.RecordBatch]]:
-        """Yield the rows that a reader gives to batches first, first + 1, ... of `count`."""
+    def _parts(
+        self, epoch: int, share: tuple[int, int], first: int, count: int, pool: ThreadPoolExecutor | None
+    ) -> Iterator[list[pa.RecordBatch]]:
+        """Return the rows that a reader gives to batches first, first + 1, ... of `count`; the pool starts to read them."""
         size = self._rows_of_a_reader()
 
         def end(batch: int) -> int:
@@ -207,20 +217,10 @@ class ParquetBatches(IterableDataset[Batch]):
             full = (batch + 1) * size
             return full if self.drop_last else min(full, share[1] - share[0] - (count - 1 - batch))
 
-        position = end(first - 1) if first else 0
-        chunks = self._chunks(epoch, share, position)
-        if first == count:  # resumed at the epoch's end
-            return
-        chunk, taken = next(chunks), 0
-        for batch in range(first, count):
-            parts, missing, position = [], end(batch) - position, end(batch)
-            while missing:
-                if taken == chunk.num_rows:
-                    chunk, taken = next(chunks), 0
-                parts.append(chunk.slice(taken, missing))
-                taken += parts[-1].num_rows
-                missing -= parts[-1].num_rows
-            yield parts
+        ends = [end(batch) for batch in range(first - 1, count)]
+        chunks = self._chunks(epoch, share, ends[0])
+        sizes = (stop - start for start, stop in itertools.pairwise(ends))
+        return _cut(chunks if pool is None else _read_ahead(chunks, pool), sizes)
 
     def _chunks(self, epoch: int, share: tuple[int, int], skip: int) -> Iterator[pa.RecordBatch]:
         """Yield a reader's share of an epoch's rows from its row `skip` on, buffer by buffer, permuted within each."""
@@ -279,24 +279,16 @@ class ParquetBatches(IterableDataset[Batch]):
 
     def _batch(self, rows: pa.RecordBatch) -> Batch:
         size, singles = len(rows), len(self._single_names)
-        lengths, offsets = _one_per_row(singles, size)
+        lengths, offsets = one_per_row(singles, size, torch.device("cpu"))
         values = torch.from_numpy(_stacked(rows, self._single_names).T.astype(np.int64, order="C").ravel())
-        length_per_key = [size] * singles
+        counts = [size] * singles
         if lists := [rows.column(name) for name in self._list_names]:
             flat = [np.from_dlpack(column.flatten()) for column in lists]
             values = torch.cat([values, torch.from_numpy(np.concatenate(flat, dtype=np.int64))])
             lengths = torch.cat([lengths, *(torch.from_numpy(np.diff(np.from_dlpack(column.offsets))) for column in lists)])
             offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            length_per_key += map(len, flat)
-        sparse = KeyedJaggedTensor(
-            keys=self._single_names + self._list_names,
-            values=values,
-            lengths=lengths,
-            offsets=offsets,
-            stride=size,
-            length_per_key=length_per_key,
-            offset_per_key=[0, *itertools.accumulate(length_per_key)],
-        )
+            counts += map(len, flat)
+        sparse = keyed_rows(self._single_names + self._list_names, values, lengths, offsets, size, counts)
         dense, labels, weights = (
             torch.from_numpy(_stacked(rows, names).astype(np.float32, order="C"))
             for names in (self._dense_names, self._label_names, self._weight_names)
@@ -306,6 +298,33 @@ class ParquetBatches(IterableDataset[Batch]):
         return Batch(dense=dense, sparse=sparse, labels=labels, weights=weights.flatten() if self._weight_names else None)
 
 
+def _read_ahead(chunks: Iterator[pa.RecordBatch], pool: ThreadPoolExecutor) -> Iterator[pa.RecordBatch]:
+    """Let a pool read the first chunk at once, and each next one while the one before is used."""
+    waiting = pool.submit(next, chunks, None)
+
+    def read() -> Iterator[pa.RecordBatch]:
+        nonlocal waiting
+        while (chunk := waiting.result()) is not None:
+            waiting = pool.submit(next, chunks, None)
+            yield chunk
+
+    return read()
+
+
+def _cut(chunks: Iterator[pa.RecordBatch], sizes: Iterable[int]) -> Iterator[list[pa.RecordBatch]]:
+    """Cut consecutive rows into lists of parts that have the given sizes."""
+    chunk, taken = pa.RecordBatch.from_pylist([]), 0
+    for missing in sizes:
+        parts = []
+        while missing:
+            if taken == chunk.num_rows:
+                chunk, taken = next(chunks), 0
+            parts.append(chunk.slice(taken, missing))
+            taken += parts[-1].num_rows
+            missing -= parts[-1].num_rows
+        yield parts
+
+
 def _concatenated(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
 
@@ -313,12 +332,6 @@ def _concatenated(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 def _stacked(rows: pa.RecordBatch, names: Sequence[str]) -> np.ndarray:
     """Return columns of numbers as [n, columns]."""
     return rows.select(names).to_tensor(row_major=False).to_numpy() if names else np.empty((len(rows), 0), np.int32)
-
-
-@functools.lru_cache(maxsize=4)
-def _one_per_row(keys: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return lengths and offsets of a KeyedJaggedTensor with one id per row and key; batches share them, nothing writes to them."""
-    return torch.ones(keys * size, dtype=torch.int64), torch.arange(keys * size + 1, dtype=torch.int64)
 
 
 def _is_lists(kind: pa.DataType) -> bool:

@@ -158,16 +158,17 @@ def test_labels_and_weights_stay_with_their_rows(labelled: Path, shuffle: bool) 
     np.testing.assert_array_equal(weights, log[rows, 2].astype(np.float32))
 
 
+def test_batches_on_a_device_share_lengths_and_offsets(data: Path) -> None:
+    first, other = (batch.to("meta").sparse for batch in ParquetBatches(data, "val", batch_size=10))
+    assert (first.lengths() is other.lengths(), first.offsets() is other.offsets()) == (True, True)
+
+
 def test_padded_rows_have_zero_weight(labelled: Path) -> None:
     batch = next(iter(ParquetBatches(labelled, "val", batch_size=20)))
     padded = batch.padded(24).to("cpu")
-    assert (padded.labels.shape, len(padded)) == ((24, 2), 24)
-    assert padded.weights is not None
-    assert padded.weights[20:].tolist() == [0, 0, 0, 0]
-    assert torch.equal(padded.weights[:20], batch.weights if batch.weights is not None else torch.empty(0))
-    assert torch.equal(padded.labels[:20], batch.labels)
-    assert not padded.labels[20:].any()
-    assert torch.equal(padded.dense, torch.cat([batch.dense, torch.zeros(4, 1)]))
+    assert len(padded) == 24
+    for name, padding in (("weights", (0, 4)), ("labels", (0, 0, 0, 4)), ("dense", (0, 0, 0, 4))):
+        assert torch.equal(getattr(padded, name), torch.nn.functional.pad(getattr(batch, name), padding))
 
 
 class TestRows:
@@ -209,7 +210,7 @@ class TestRows:
             assert all(1 <= len(batch) <= batch_size for batches in of_epoch for batch in batches)
             assert all(len(batch) == batch_size for batches in of_epoch for batch in batches[: per_epoch - 2])
 
-        broken, resumed = (ParquetBatches(data, "train", process_rank=world_size - 1, **options) for _ in range(2))
+        broken, resumed = (ParquetBatches(data, "train", process_rank=world_size - 1, threads=k, **options) for k in (0, 3))
         stop = min(stop, per_epoch * epochs)
         assert len(list(zip(range(stop), broken, strict=False))) == stop
         state = json.loads(json.dumps(broken.state_dict()))
@@ -270,7 +271,7 @@ class TestRows:
 class TestLoader:
     def test_state_follows_the_consumer_and_leaving_the_loop_ends_the_thread(self, data: Path) -> None:
         def make() -> BatchLoader:
-            return BatchLoader(ParquetBatches(data, "train", batch_size=7, shuffle=True, epochs=None), prefetch=5)
+            return BatchLoader(ParquetBatches(data, "train", batch_size=7, shuffle=True, epochs=None, threads=2), prefetch=5)
 
         loader, batches = make(), iter(make().batches)
         unbroken = iter(loader)
@@ -281,16 +282,15 @@ class TestLoader:
         assert resumed.state_dict() == loader.state_dict()
         for left, right, _ in zip(resumed, unbroken, range(20), strict=False):
             assert_equal(left, right)
-        assert any(thread.name.startswith("BatchLoader") for thread in threading.enumerate())
+        batches.close()
+        assert {thread.name.partition("_")[0] for thread in threading.enumerate()} >= {"BatchLoader", "ParquetBatches"}
         unbroken.close()
-        assert not any(thread.name.startswith("BatchLoader") for thread in threading.enumerate())
+        assert not {thread.name.partition("_")[0] for thread in threading.enumerate()} & {"BatchLoader", "ParquetBatches"}
 
     @pytest.mark.gpu
     def test_pins_memory(self, data: Path) -> None:
         batch = next(iter(BatchLoader(ParquetBatches(data, "train", batch_size=7), pin_memory=True)))
-        assert batch.dense.is_pinned()
-        assert batch.sparse.values().is_pinned()
-        assert batch.labels.is_pinned()
+        assert all(part.is_pinned() for part in (batch.dense, batch.sparse.values(), batch.labels))
 
     def test_an_error_of_the_reader_reaches_the_consumer(self, data: Path) -> None:
         loader = BatchLoader(ParquetBatches(data, "train", batch_size=7))
