@@ -49,8 +49,9 @@ class RankScheduler:
         other_bytes: bytes of all other layers; give it where each process has only part of them. Default: those of `model`.
 
     Raises:
-        ValueError: if the model has no TT module to train; if the layers outside TT modules alone exceed `target_compression`; if
-            the optimizer lacks parameters of TT modules; if parameters whose gradients the schedule needs are updated in backward.
+        ValueError: if the model has no TT module to train; if what can't shrink, layers outside TT modules and linear ones of rank
+            1, exceeds the target; if the optimizer lacks parameters of TT modules; if parameters whose gradients the schedule needs
+            are updated in backward.
 
     Example:
         >>> scheduler = RankScheduler(model, optimizer, RankConfig(early_steps=1000))  # doctest: +SKIP
@@ -93,8 +94,8 @@ class RankScheduler:
         self._other_bytes = bytes_outside(model, self._modules.values()) if other_bytes is None else other_bytes
         # Replicas on several processes together count once.
         self._replica_share = {name: 1 / count for name, count in WORLD.count(self._modules).items()}
-        if config.target_compression is not None:
-            self._compressed_bytes(config.target_compression, summaries)  # checks the target before hours of training
+        if config.late_steps and config.target_size is None:
+            self._target(summaries)  # checks it before hours of training
         self._record(summaries)
 
     # -- the objective ---------------------------------------------------------------------------------------------------------
@@ -191,7 +192,8 @@ class RankScheduler:
         if self._prices_size:
             if self.config.threshold:
                 summaries = self._summaries({name: magnitudes_of(module) for name, module in self._modules.items()})
-                self._keep(summaries, above_threshold([each.scores for each in summaries.values()], self.config.threshold))
+                magnitudes, least_ranks = zip(*((each.scores, each.least_rank) for each in summaries.values()), strict=True)
+                self._keep(summaries, above_threshold(magnitudes, self.config.threshold, least_ranks))
             return
         assert self.target is not None
         progress = 1.0 if last else (self.steps - self.late_start) / self.config.late_steps
@@ -201,8 +203,8 @@ class RankScheduler:
             summaries = self._summaries(self._scores())
             shapes, scores = [each.shape for each in summaries.values()], [each.scores for each in summaries.values()]
             units = [each.unit if self.in_bytes else 1 for each in summaries.values()]
-            lasting = [each.has_hot_rows for each in summaries.values()]
-            self._keep(summaries, within_budget(shapes, scores, ceiling, units, lasting=lasting, exact=last))
+            lasting, least = [each.has_hot_rows for each in summaries.values()], [each.least_rank for each in summaries.values()]
+            self._keep(summaries, within_budget(shapes, scores, ceiling, units, lasting=lasting, least=least, exact=last))
 
     def _summaries(self, scores: dict[str, list[Tensor]] | None = None) -> dict[str, ModuleSummary]:
         """Summarize the TT modules of all processes, by name."""
@@ -259,22 +261,26 @@ class RankScheduler:
 
     def _target(self, summaries: dict[str, ModuleSummary]) -> int:
         config = self.config
+        least = sum(each.least_params * (each.unit if self.in_bytes else 1) for each in summaries.values())
         if config.target_size is not None:
-            return round(config.target_size * self.reference_size)
+            return max(least, round(config.target_size * self.reference_size))
         if config.target_compression is not None:
-            return self._compressed_bytes(config.target_compression, summaries)
-        target = config.target_params or config.target_bytes
+            return self._compressed_bytes(config.target_compression, summaries, least)
+        target, unit = config.target_params or config.target_bytes, "bytes" if self.in_bytes else "params"
         assert target is not None
+        if target < least:
+            raise UserError(f"target_{unit} is {target} but linear layers of rank 1 take {least:,}: give more")
         return target
 
-    def _compressed_bytes(self, compression: float, summaries: dict[str, ModuleSummary]) -> int:
+    def _compressed_bytes(self, compression: float, summaries: dict[str, ModuleSummary], least: int) -> int:
         """Return the bytes left for TT modules when the whole model is `compression` times smaller than its dense form."""
         others = self._other_bytes
         dense = others + sum(summary.dense_params * summary.unit for summary in summaries.values())
-        if others >= dense / compression:
+        if others + least >= dense / compression:
             raise UserError(
-                f"target_compression is {compression} but layers outside TT modules take {others:,} of {dense:,} dense bytes: "
-                f"give less than {dense / max(1, others):.1f}, or compress more layers"
+                f"target_compression is {compression} but layers outside TT modules, and linear ones of rank 1, take "
+                f"{others + least:,} of {dense:,} dense bytes: give less than {dense / max(1, others + least):.1f}, or compress "
+                "more layers"
             )
         return int(dense / compression) - others
 

@@ -20,9 +20,16 @@ Move = tuple[int, int, int]
 """(index of a module, index of a bond, +1 or -1 ranks)."""
 
 
-def above_threshold(magnitudes: Sequence[Sequence[Tensor]], threshold: float) -> Masks:
-    """Keep the ranks with |D| of at least a threshold, per module and bond; a module with an empty bond loses all its ranks."""
-    masks = [[magnitude >= threshold for magnitude in bonds] for bonds in magnitudes]
+def above_threshold(magnitudes: Sequence[Sequence[Tensor]], threshold: float, least: Sequence[int] | None = None) -> Masks:
+    """Keep the ranks with |D| of at least a threshold, per module and bond; a module with an empty bond loses all its ranks.
+
+    Bonds of modules whose `least` is 1 keep the rank of the largest |D| in any case.
+    """
+    kept = least or [0] * len(magnitudes)
+    masks = [
+        [(magnitude >= threshold) | (magnitude >= magnitude.max() if fewest and len(magnitude) else False) for magnitude in bonds]
+        for bonds, fewest in zip(magnitudes, kept, strict=True)
+    ]
     return [bonds if all(mask.any() for mask in bonds) else [torch.zeros_like(mask) for mask in bonds] for bonds in masks]
 
 
@@ -33,6 +40,7 @@ def within_budget(
     units: Sequence[int] | None = None,
     *,
     lasting: Sequence[bool] | None = None,
+    least: Sequence[int] | None = None,
     exact: bool = True,
 ) -> Masks:
     """Keep the ranks of the highest scores within a budget.
@@ -46,16 +54,17 @@ def within_budget(
         budget: size that all modules together may have at most, in units.
         units: size of one parameter of each module; default 1.
         lasting: modules that lose the last rank of a bond only if nothing else is left to remove; default none.
+        least: ranks that the bonds of each module keep, whatever the budget; default 0.
         exact: fill the budget to 99 % where ranks allow it, even at a loss of score: besides restoring ranks that fit, exchange
             ranks of different modules.
     """
-    selection = _Selection(shapes, scores, units)
+    selection, least = _Selection(shapes, scores, units), least or [0] * len(shapes)
     if selection.total <= budget:
         return selection.masks()
-    selection.least = [int(lasts) for lasts in lasting or selection.least]
+    selection.least = [max(fewest, int(lasts)) for fewest, lasts in zip(least, lasting or least, strict=True)]
     selection.shrink(budget)
     if selection.total > budget:
-        selection.least = [0] * len(shapes)
+        selection.least = least
         selection.shrink(budget)
     selection.fill(budget, exact=exact)
     return selection.masks()
@@ -67,7 +76,7 @@ class _Selection:
     def __init__(self, shapes: Sequence[TTShape], scores: Sequence[Sequence[Tensor]], units: Sequence[int] | None) -> None:
         self.full = [shape.ranks for shape in shapes]
         self.ranks = [list(ranks) for ranks in self.full]
-        self.least = [0] * len(shapes)
+        self.least: Sequence[int] = [0] * len(shapes)
         self.order = [[bond.argsort(descending=True, stable=True).cpu() for bond in bonds] for bonds in scores]
         self.scores = [[bond.double().sort(descending=True).values.tolist() for bond in bonds] for bonds in scores]
         self.units = list(units or [1] * len(shapes))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from comera_rec.distributed import WORLD
-from comera_rec.nn import TTModule, TTTable, named_tt_modules
+from comera_rec.nn import TTLinear, TTModule, TTTable, named_tt_modules
 from comera_rec.tt import TTShape
 from data_pipeline.errors import UserError
 
@@ -28,6 +28,7 @@ class ModuleSummary:
         unit: bytes of a parameter.
         scores: the score of each rank, [r_k] per bond; empty where no scores are needed.
         has_hot_rows: whether it is a table with hot rows. They share its scores, although many ids use only its cores.
+        least_rank: ranks that every bond keeps: 1 in a linear layer, which lets nothing through without any.
     """
 
     shape: TTShape
@@ -35,6 +36,12 @@ class ModuleSummary:
     unit: int
     scores: tuple[Tensor, ...] = ()
     has_hot_rows: bool = False
+    least_rank: int = 0
+
+    @property
+    def least_params(self) -> int:
+        """Parameters at the least ranks."""
+        return self.shape.with_ranks([min(self.least_rank, rank) for rank in self.shape.ranks]).num_params
 
 
 def gather_tt_modules(
@@ -55,6 +62,7 @@ def gather_tt_modules(
                 unit=module.core_0.element_size(),
                 scores=tuple(score.cpu() for score in scores[name]) if scores else (),
                 has_hot_rows=isinstance(module, TTTable) and module.num_hot_rows > 0,
+                least_rank=int(isinstance(module, TTLinear)),
             )
             for name, module in modules.items()
         }

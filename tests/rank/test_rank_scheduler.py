@@ -190,9 +190,10 @@ def test_a_schedule_that_needs_no_gradients_accepts_any_optimizer() -> None:
     assert model["table"].shape.ranks == (2,)
 
 
-def test_frozen_modules_keep_their_ranks() -> None:
+def test_frozen_modules_keep_their_ranks_and_linear_ones_the_largest() -> None:
     model = nn.ModuleDict({name: TTEmbeddingBag(ROWS, DIM, tt_ranks=8) for name in ("frozen", "trained")})
     model["frozen"].requires_grad_(False)
+    model["layer"] = TTLinear(DIM, DIM, tt_ranks=4)
     before = model["frozen"].dense_matrix()
     optimizer = Adam(parameter for parameter in model.parameters() if parameter.requires_grad)
     config = RankConfig(early_steps=2, truncate_every=2, threshold=2.0, **LATE)
@@ -200,12 +201,12 @@ def test_frozen_modules_keep_their_ranks() -> None:
     ids = torch.arange(ROWS)[:, None]
     for _ in range(7):
         optimizer.zero_grad()
-        scheduler.loss((model["trained"](ids) - model["frozen"](ids)).square().mean()).backward()
+        scheduler.loss((model["layer"](model["trained"](ids)) - model["frozen"](ids)).square().mean()).backward()
         optimizer.step()
         scheduler.step()
     assert scheduler.stage == "done"
     assert torch.equal(model["frozen"].dense_matrix(), before)
-    assert max(model["trained"].shape.ranks) < 8
+    assert (max(model["trained"].shape.ranks), model["layer"].shape.ranks) == (0, (1, 1, 1)), "a layer lets something through"
     refuse("no TT module that is trained: unfreeze at least one", RankScheduler, model.requires_grad_(False), optimizer, config)
 
 
@@ -220,7 +221,8 @@ def test_what_a_schedule_cannot_work_with_is_refused() -> None:
     run.go(1)
     run.model.requires_grad_(False)
     refuse("'table' was frozen after the RankScheduler was built: freeze modules before building it", run.scheduler.step)
-    refuse("is 500.0 but layers outside TT modules take 260 of ", recommending, late(objective="budget", target_compression=500.0))
+    refuse("is 300.0 but layers outside TT modules, and linear ones of rank 1, take", recommending, late(target_compression=300.0))
+    refuse("target_params is 20 but linear layers of rank 1 take", recommending, late(target_params=20))
 
 
 @pytest.mark.parametrize(

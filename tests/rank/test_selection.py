@@ -232,17 +232,19 @@ def test_close_to_the_best_of_all_choices(seed: int) -> None:
     assert actual >= 0.9 * max(map(value, fitting))
 
 
-def test_a_lasting_module_is_emptied_only_if_the_budget_leaves_no_choice() -> None:
+def test_a_lasting_module_is_emptied_only_if_the_budget_leaves_no_choice_and_least_ranks_stay() -> None:
     table, block = TTShape((10, 10), (4, 4), 2), TTShape((50, 1), (1, 16), 2)
     scores = [[torch.tensor([1e-6, 1e-6])], [torch.tensor([9.0, 8.0])]]
     rank_1 = table.with_ranks([1]).num_params
-    for budget, lasting, expected in (
-        (rank_1 + block.num_params, [True, False], [1, 2]),
-        (rank_1 + block.num_params // 2, [True, False], [1, 1]),
-        (rank_1, [True, False], [1, 0]),
-        (rank_1 - 1, [True, False], [0, 1]),
-        (block.num_params // 2 - 1, [True, False], [0, 0]),
-        (block.num_params, None, [0, 2]),
+    for budget, lasting, least, expected in (
+        (rank_1 + block.num_params, [True, False], None, [1, 2]),
+        (rank_1 + block.num_params // 2, [True, False], None, [1, 1]),
+        (rank_1, [True, False], None, [1, 0]),
+        (rank_1 - 1, [True, False], None, [0, 1]),
+        (block.num_params // 2 - 1, [True, False], None, [0, 0]),
+        (block.num_params, None, None, [0, 2]),
+        (rank_1 - 1, [False, True], [1, 0], [1, 0]),
+        (rank_1 + block.num_params, None, [1, 0], [1, 2]),
     ):
-        masks = within_budget([table, block], scores, budget, lasting=lasting, exact=False)
+        masks = within_budget([table, block], scores, budget, lasting=lasting, least=least, exact=False)
         assert [int(mask.sum()) for (mask,) in masks] == expected
