@@ -27,7 +27,7 @@ def above_threshold(magnitudes: Sequence[Sequence[Tensor]], threshold: float, le
     """
     kept = least or [0] * len(magnitudes)
     masks = [
-        [(magnitude >= threshold) | (magnitude >= magnitude.max() if fewest and len(magnitude) else False) for magnitude in bonds]
+        [~(magnitude < threshold) | (magnitude >= magnitude.max() if fewest and len(magnitude) else False) for magnitude in bonds]
         for bonds, fewest in zip(magnitudes, kept, strict=True)
     ]
     return [bonds if all(mask.any() for mask in bonds) else [torch.zeros_like(mask) for mask in bonds] for bonds in masks]

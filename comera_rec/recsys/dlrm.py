@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.models.dlrm import DLRM, DLRM_DCN, InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
@@ -21,6 +20,7 @@ from comera_rec.nn import LinearCompression, compressed_linears, replace_modules
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.ops import interact
 from comera_rec.ops.autocast import is_autocast_on
+from comera_rec.ops.derivatives import once_differentiable
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.tt import require_positive
 from data_pipeline.errors import UserError
@@ -177,8 +177,7 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        first, *parameters = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, first: Tensor, *parameters: Tensor) -> tuple[Tensor | None, ...]:
         layers = len(parameters) // 3
         narrows, wides = parameters[:layers], parameters[layers : 2 * layers]
         kept = ctx.kept or _cross(first, ctx.dtype, parameters)[1]  # a further backward through a retained graph

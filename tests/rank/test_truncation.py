@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,10 @@ def test_the_threshold_is_about_magnitude_and_strict() -> None:
         model.rank_1.copy_(torch.tensor([[-2.0], [0.5], [-0.1], [0.49]]))
     truncate_ranks_(model, threshold=0.5)
     assert model.rank_1.flatten().tolist() == [-2.0, 0.5]
-    truncate_ranks_(model, threshold=0.0)
-    assert model.rank_1.flatten().tolist() == [-2.0, 0.5]
+    model.rank_1.data[1] = math.nan  # which must not look like a rank that is small
+    truncate_ranks_(model, threshold=0.5)
+    assert model.rank_1.flatten().tolist()[0] == -2.0
+    assert model.rank_1.isnan().tolist() == [[False], [True]]
 
 
 @pytest.mark.parametrize("steps", [0, 3])

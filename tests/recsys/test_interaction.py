@@ -139,13 +139,15 @@ def test_a_cross_network_computes_and_learns_what_torchrec_does(dtype: torch.dty
     torch.testing.assert_close(traced(values), ours(values))
 
 
-def test_a_graph_of_a_cross_network_may_be_retained() -> None:
+def test_a_graph_of_a_cross_network_may_be_retained_but_not_differentiated_twice() -> None:
     network, x = CrossNetwork(24, 3, 5), torch.randn(7, 24, requires_grad=True)
     inputs = (x, *network.parameters())
     crossed = network(x)
     once = torch.autograd.grad(crossed.sum(), inputs, retain_graph=True)
-    again = torch.autograd.grad(crossed.sum(), inputs)
+    again = torch.autograd.grad(crossed.sum(), inputs, create_graph=True)
     torch.testing.assert_close(again, once)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        again[0].sum().backward()
 
 
 @pytest.mark.parametrize("order", [["a", "b", "c"], ["c", "a", "b"]])

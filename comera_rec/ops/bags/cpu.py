@@ -14,6 +14,7 @@ from torch import Tensor
 
 from comera_rec.ops.bags.table import Table, TableGroup
 from comera_rec.ops.bags.updates import Updates, current_updates, find_updates
+from comera_rec.ops.derivatives import once_differentiable
 from comera_rec.ops.native import ops
 from comera_rec.ops.plan import LookupPlan
 from comera_rec.tt import slice_major
@@ -107,15 +108,26 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return cores, diagonals, [None] * _PLAN, None, weights, None, None, None, None, lists, lists
 
 
-@torch.autograd.function.once_differentiable
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+@once_differentiable
+def _gradients(ctx: Any, grad: Tensor, offsets: Tensor, weights: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
     """Return the gradients of cores, then of diagonals, then of weights."""
-    offsets, weights, *tensors = ctx.saved_tensors
     cores, diagonals, plan = _split(tensors, *ctx.counts)
     core_gradients, diagonal_gradients, weight_gradients = ops.pool_backward(
         grad.float().contiguous(), cores, diagonals, plan, offsets, weights, *ctx.settings
     )
     return *core_gradients, *_like(diagonals, diagonal_gradients), None if weights is None else weight_gradients
+
+
+@once_differentiable
+def _update(ctx: Any, grad: Tensor, offsets: Tensor, weights: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
+    """Apply the optimizers of cores; return the gradients of diagonals without one, then of weights."""
+    updates, (_, diagonals, plan) = ctx.updates, _split(tensors, *ctx.counts)
+    parameters = updates.cores, updates.diagonals or diagonals
+    diagonal_gradients, weight_gradients = ops.pool_backward_update(
+        grad.float().contiguous(), *parameters, plan, offsets, weights, *ctx.settings, *updates.begin_step()
+    )
+    updates.end_step()
+    return *_like(diagonals, diagonal_gradients), None if weights is None else weight_gradients
 
 
 torch.library.register_autograd("comera_rec::pool", _differentiate, setup_context=_setup_context)
@@ -154,21 +166,8 @@ class _Pool(torch.autograd.Function):
         return into
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        updates: Updates | None = ctx.updates
-        if updates is None:
-            *gradients, weight_gradients = _gradients(ctx, grad)
-        else:
-            offsets, weights, *tensors = ctx.saved_tensors
-            _, diagonals, plan = _split(tensors, *ctx.counts)
-            parameters = updates.cores, updates.diagonals or diagonals
-            diagonal_gradients, weight_gradients = ops.pool_backward_update(
-                grad.float().contiguous(), *parameters, plan, offsets, weights, *ctx.settings, *updates.begin_step()
-            )
-            updates.end_step()
-            gradients = _like(diagonals, diagonal_gradients)
-            weight_gradients = None if weights is None else weight_gradients
+        *gradients, weight_gradients = (_gradients if ctx.updates is None else _update)(ctx, grad)
         return (
             None,
             None,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls, KernelTables
 from comera_rec.ops.bags.table import Table, TableGroup
 from comera_rec.ops.bags.updates import ROW_WISE, Updates, current_updates, find_updates, refuse_row_wise
+from comera_rec.ops.derivatives import once_differentiable
 from comera_rec.ops.plan.pairs import PairPlan, is_transformed, plan_all_rows, plan_hot_rows
 from comera_rec.tt import is_slice_major, slice_major, slice_major_stride
 from data_pipeline.errors import UserError
@@ -332,9 +333,11 @@ class _Pool(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pairs, slices, order, offsets, weights, targets, *_ = ctx.saved_tensors  # read once: a checkpoint has each once
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor, pairs: Tensor, slices: Tensor, order: Tensor, offsets: Tensor, weights: Tensor | None,
+        targets: Tensor, *_: Tensor,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         call = KernelCalls(ctx.tables, (pairs, slices, order), offsets, weights, *ctx.settings)
         grad, of_weights = grad.contiguous(), weights is not None and ctx.needs_input_grad[8]
         sizes = call.tables.sizes if ctx.updates is None else [math.prod(shape) for shape, _ in ctx.layouts]
