@@ -112,6 +112,13 @@ class IntegerColumn:
     mean: float | None = None
     scale: float | None = None
 
+    @property
+    def scaling(self) -> float | tuple[float, float] | None:
+        """What stored numbers depend on: the offset of logarithms, mean and deviation of standardized numbers, None otherwise."""
+        if self.transform == "log":
+            return self.offset
+        return None if self.mean is None or self.scale is None else (self.mean, self.scale)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CategoricalColumn:

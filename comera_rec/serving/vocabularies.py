@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from comera_rec.serving.package import FeatureInput, ModelMetadata, Offset, RunMetadata
+from comera_rec.serving.package import FeatureInput, ModelMetadata, RunMetadata
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import Manifest
@@ -40,13 +40,9 @@ def run_of(metadata: ModelMetadata) -> RunMetadata:
 
 def encoding_of(manifest: Manifest) -> dict[str, Any]:
     """Return how a data set encodes rows, as `RunMetadata` has it."""
-    offsets: list[Offset] = []
-    for column in manifest.integer_columns:
-        scaling = None if column.mean is None or column.scale is None else (column.mean, column.scale)
-        offsets.append(column.offset if column.transform == "log" else scaling)
     return {
         "dense": tuple(column.name for column in manifest.integer_columns),
-        "offsets": tuple(offsets),
+        "offsets": tuple(column.scaling for column in manifest.integer_columns),
         "checksums": {c.name: c.vocabulary.sha256 if c.vocabulary else None for c in manifest.categorical_columns},
     }
 

@@ -38,6 +38,7 @@ class Schema:
     `vocabularies` has the SHA-256 of the vocabulary file of each column that has one. `first` has, for columns whose vocabulary was
     extended, the table size before: it decides the table's form and its shape, so that a model can grow with the vocabulary.
     `heads` has, for columns in order of similarity, the share of occurrences that the most frequent twentieth of the values has.
+    `scalings` has what the numbers of each integer column were scaled by (`IntegerColumn.scaling`).
     """
 
     dense: tuple[str, ...]
@@ -46,6 +47,7 @@ class Schema:
     labels: tuple[str, ...] = (LABEL,)
     first: dict[str, int] = field(default_factory=dict)
     heads: dict[str, float] = field(default_factory=dict)
+    scalings: dict[str, float | tuple[float, float] | None] = field(default_factory=dict)
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> Schema:
@@ -59,17 +61,20 @@ class Schema:
             labels=tuple(label.name for label in manifest.labels),
             first={column.name: column.grown[0] for column in manifest.categorical_columns if column.grown},
             heads={column.name: column.head for column in manifest.categorical_columns if column.head is not None},
+            scalings={column.name: column.scaling for column in manifest.integer_columns},
         )
 
     def differences(self, other: Schema) -> list[str]:
-        """List what differs: columns by name, "the labels" or "the numbers". Vocabularies count where both are known."""
+        """List what differs: columns by name, "the labels" or "the numbers". Encodings of columns count where both are known."""
 
         def differs(name: str) -> bool:
-            known = self.vocabularies.get(name), other.vocabularies.get(name)
-            return self.sparse.get(name) != other.sparse.get(name) or (None not in known and known[0] != known[1])
+            kinds = (self.vocabularies, other.vocabularies), (self.scalings, other.scalings)
+            changed = any(name in ours and name in theirs and ours[name] != theirs[name] for ours, theirs in kinds)
+            return changed or self.sparse.get(name) != other.sparse.get(name)
 
         labels, integers = self.labels != other.labels, self.dense != other.dense
-        return ["the labels"] * labels + ["the numbers"] * integers + list(filter(differs, self.sparse | other.sparse))
+        columns = self.sparse | other.sparse | self.scalings
+        return ["the labels"] * labels + ["the numbers"] * integers + list(filter(differs, columns))
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Schema:

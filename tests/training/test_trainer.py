@@ -138,6 +138,7 @@ def test_a_run_resumes_with_moved_data_but_not_with_other_data_or_settings(
         (lambda: manifest["splits"]["train"]["shards"][0].update(sha256="0" * 64), "rows than .*moved holds: "),
         (lambda: columns[1]["vocabulary"].update(sha256="0" * 64), r"data than .* \(they differ in C2\): "),
         (lambda: columns[0].update(num_embeddings=columns[0]["num_embeddings"] + 1), r"data than .* \(they differ in C1, C2\): "),
+        (lambda: manifest["integer_columns"][0].update(offset=9), r"data than .* \(they differ in C1, C2, I1\): "),
     ):
         change()
         (moved / "manifest.json").write_text(json.dumps(manifest))
