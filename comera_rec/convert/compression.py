@@ -79,18 +79,22 @@ def compression_report(model: nn.Module) -> CompressionReport:
     """Count the parameters and bytes of every layer of a model, beside those of its dense version.
 
     Args:
-        model: any module, before or after swapping.
+        model: any module, before or after swapping. Of a sharded one, tables that other processes have are missing, and those that
+            this process has a part of count as a whole.
 
     Returns:
         An entry for each module with parameters, named as in `state_dict`.
     """
-    return CompressionReport(
-        layers=tuple(_measure(name, m) for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False)))
-    )
+    return CompressionReport(layers=tuple(_measure(name, m) for name, m in model.named_modules() if _own_parameters(m)))
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    # DistributedModelParallel's `parameters` doesn't distinguish them.
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
 def _measure(name: str, module: nn.Module) -> LayerSize:
-    parameters = list(module.parameters(recurse=False))
+    parameters = _own_parameters(module)
     params, size = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
     layer = LayerSize(
         name=name, kind=_kind(name, module), shape=_dense_shape(module), format="dense",
@@ -98,12 +102,13 @@ def _measure(name: str, module: nn.Module) -> LayerSize:
     )  # fmt: skip
     if not isinstance(module, TTModule):
         return layer
-    order = getattr(module, "row_order", None)
-    shape, saved = module.shape, module.dense_params - module.shape.num_params  # a bias stays the same
+    order, shape, unit = getattr(module, "row_order", None), module.whole_shape, module.core_0.element_size()
+    elsewhere = shape.num_params - module.shape.num_params
+    params, size, saved = params + elsewhere, size + elsewhere * unit, module.dense_params - shape.num_params  # a bias stays
     return replace(
-        layer, shape=(module.num_rows, module.num_cols), format="tt", row_shape=shape.row_shape, col_shape=shape.col_shape,
-        ranks=shape.ranks, bytes=size + (0 if order is None else order.nbytes),
-        dense_params=params + saved, dense_bytes=size + saved * module.core_0.element_size(),
+        layer, shape=(module.dense_params // module.num_cols or module.num_rows, module.num_cols), format="tt",
+        row_shape=shape.row_shape, col_shape=shape.col_shape, ranks=shape.ranks, params=params,
+        bytes=size + (0 if order is None else order.nbytes), dense_params=params + saved, dense_bytes=size + saved * unit,
     )  # fmt: skip
 
 
@@ -117,4 +122,4 @@ def _kind(name: str, module: nn.Module) -> str:
 def _dense_shape(module: nn.Module) -> tuple[int, ...]:
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    return tuple(max(module.parameters(recurse=False), key=lambda p: p.numel()).shape)
+    return tuple(max(_own_parameters(module), key=lambda p: p.numel()).shape)

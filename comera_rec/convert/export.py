@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.distributed.types import ShardedModule
 from torchrec.models.dlrm import InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -15,6 +16,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from comera_rec.nn import TTLinear, TTModule, TTTable
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
 from comera_rec.recsys.dlrm import CrossNetwork, LearnedVector, PairwiseInteraction, StackedFeatures
+from data_pipeline.errors import UserError
 
 
 def export_dense(model: nn.Module) -> nn.Module:
@@ -27,9 +29,13 @@ def export_dense(model: nn.Module) -> nn.Module:
     Args:
         model: any module; left as it is.
 
+    Raises:
+        ValueError: for a sharded model.
+
     Returns:
         The copy. It takes the memory of the dense tables.
     """
+    require_unsharded(model)
     # Modules that copy.deepcopy finds in its memo are replaced wherever they are shared.
     memo: dict[int, nn.Module] = {}
     weights: dict[torch.Tensor, torch.Tensor] = {}  # dense weights, by the first core that they replace
@@ -42,6 +48,12 @@ def export_dense(model: nn.Module) -> nn.Module:
             memo[id(module)] = dense.train(module.training)
             done.update(module.modules())
     return copy.deepcopy(model, memo)
+
+
+def require_unsharded(model: nn.Module) -> None:
+    """Raise ValueError for a model that TorchRec has sharded."""
+    if any(isinstance(module, ShardedModule) for module in model.modules()):
+        raise UserError("the model is sharded: load its state into the model as it was before DistributedModelParallel")
 
 
 def _dense_equivalent(module: nn.Module) -> nn.Module | None:

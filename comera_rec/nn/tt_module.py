@@ -143,8 +143,9 @@ class TTModule(nn.Module):
         sizes = [*self.shape.core_shapes, *((r, 1) for r in self.shape.ranks)]
         for k, (parameter, size) in enumerate(zip([*self.cores(), *self.rank_parameters()], sizes, strict=True)):
             if parameter.shape != size:
-                data = parameter.data.new_empty(size)
-                replace_data_(parameter, self.laid_out(k, data) if k < self.shape.order else data)
+                with torch.inference_mode(False):  # or it couldn't be trained after it was loaded for inference
+                    data = parameter.data.new_empty(size)
+                    replace_data_(parameter, self.laid_out(k, data) if k < self.shape.order else data)
 
     def _load_from_state_dict(
         self,

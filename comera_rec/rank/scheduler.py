@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.optim import Optimizer
 
 from comera_rec.distributed import WORLD
@@ -111,6 +112,9 @@ class RankScheduler:
         Raises:
             ValueError: if the loss isn't a scalar.
         """
+        given: Any = task_loss
+        if isinstance(given, Proxy):  # a pipeline of TorchRec looks for sharded modules in a model that calls this
+            return cast(Tensor, given.tracer.create_proxy("call_function", self.loss, (given,), {}))
         if task_loss.numel() != 1:
             raise UserError(f"task_loss has shape {tuple(task_loss.shape)}: give the mean over the batch, a scalar")
         if task_loss.dim():

@@ -269,7 +269,9 @@ def momenta(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tensor:
     name, parameter = next(each for each in model.named_parameters() if "two.core_0" in each[0])
     whole = model.state_dict()[name]
     width = whole.to_local().shape[1] if hasattr(whole, "to_local") else whole.shape[1]
-    return optimizer.state[parameter]["exp_avg"][:, :width].clone()
+    state = optimizer.state[parameter]["exp_avg"]
+    assert state.stride() == parameter.stride(), "fused optimizers don't ask"
+    return state[:, :width].clone()
 
 
 def step_with_adam(model: nn.Module, step: int) -> torch.optim.Optimizer:
@@ -343,6 +345,9 @@ def mistakes(rank: int) -> None:
     for keys, key, bad, message in BAD_BATCHES:
         lengths = torch.tensor([int(name == key) for name in keys])
         refuse(message, model, KeyedJaggedTensor(keys, torch.tensor([bad]), lengths=lengths))
+    weighted = sharded(Case(MIXED, weighted=True))
+    batch = KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), torch.ones(5, requires_grad=True), torch.ones(5).long())
+    refuse("keep tables behind feature processors dense", weighted, batch)
     strides = [[1], [0], [0], [0], [0]]
     with pytest.raises(ValueError, match="features have different batch sizes: give the KeyedJaggedTensor inverse indices, or"):
         model(KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), lengths=torch.tensor([5]), stride_per_key_per_rank=strides))

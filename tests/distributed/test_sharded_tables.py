@@ -28,7 +28,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import comera_rec as cr
 from comera_rec.rank import truncate_ranks_
-from comera_rec.recsys.sharding import optimizer_state, rewrap_data_parallel_
+from comera_rec.recsys.sharding import clip_grad_norm_, optimizer_state, rewrap_data_parallel_
 
 pytestmark = pytest.mark.distributed
 
@@ -212,6 +212,42 @@ def test_tables_learn_after_their_ranks_were_truncated() -> None:
     for first, second in zip(*run(2, truncate), strict=True):
         assert first.abs().max() > 1e-3
         torch.testing.assert_close(first, second)
+
+
+def clip(rank: int) -> list[Tensor]:
+    """Return, for each sharding type, the norms of gradients before and after they are clipped."""
+    norms = []
+    for kind in KINDS.values():
+        model = by_hand(Model("bags"), kind)
+        look_up(model, ids(rank)).square().sum().backward()
+        norms += [clip_grad_norm_(model, 0.5), clip_grad_norm_(model, 1.0)]
+    return norms
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_processes() -> None:
+    whole = Model("bags")
+    (look_up(whole, torch.cat([ids(0), ids(1)])).square().sum() / 2).backward()
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in whole.parameters()])
+    for norms in run(2, clip):
+        torch.testing.assert_close(norms, [norm, torch.tensor(0.5)] * len(KINDS))
+
+
+def frozen(rank: int) -> None:
+    for kind, generator in KINDS.items():
+        model = Model("bags")
+        whole = cr.compression_report(model).to_dict()
+        _apply_optimizer_in_backward(torch.optim.Adagrad, model.parameters(), {"lr": 0.1})
+        sharded = by_hand(model.requires_grad_(False), generator)
+        before = rows_of(sharded)
+        nn.Linear(8, 1)(look_up(sharded, ids(rank))).sum().backward()  # which sends gradients to the processes that have tables
+        assert torch.equal(rows_of(sharded), before)
+        report = cr.compression_report(sharded).to_dict()
+        assert (report["params"], report["ratio"]) == (whole["params"], whole["ratio"]) or kind == "table_wise"
+        refuse("the model is sharded: load its state into the model as it was before", cr.export_dense, sharded)
+
+
+def test_frozen_tables_are_looked_up_reported_and_not_exported() -> None:
+    run(2, frozen)
 
 
 REFUSED: dict[str, Any] = {

@@ -26,6 +26,8 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardingEnv2D, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
 import comera_rec as cr
@@ -68,6 +70,9 @@ def test_what_is_no_plan_for_tt_tables_is_refused() -> None:
     refuse("make the plan with TTShardingPlanner", stock.plan, users, [sharder])
     refuse("the TT tables of '0' have no sharder: add TTEmb", cr.TTShardingPlanner(topology).plan, users, get_default_sharders())
     refuse("the enumerator knows no TT tables", cr.TTShardingPlanner, topology, enumerator=EmbeddingEnumerator(topology, 8))
+    positions = PositionWeightedModuleCollection({"f_t": 3})
+    processed = FeatureProcessedEmbeddingBagCollection(TTEmbeddingBagCollection([table("t", 100, 2)], is_weighted=True), positions)
+    refuse("model has feature processors, which sharded TT tables send no gradients: keep", plan, processed)
     refuse("over groups of processes that are replicas", sharder.shard, users[0], {}, object.__new__(ShardingEnv2D))
 
 

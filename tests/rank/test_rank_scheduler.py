@@ -124,6 +124,16 @@ def test_achievement_removes_only_ranks_that_its_price_has_shrunk() -> None:
     assert ends[0] == 120, "not as soon as the size is reached"
 
 
+def test_a_loss_within_a_model_that_is_traced_is_one_call() -> None:
+    scheduler = regression(RankConfig(early_steps=10, gamma=0.5)).scheduler
+
+    class Priced(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return scheduler.loss(x.mean())
+
+    assert torch.equal(torch.fx.symbolic_trace(Priced())(torch.ones(3)), scheduler.loss(torch.ones(())))
+
+
 @pytest.mark.parametrize("losses", [(math.nan, 2.0, 2.0), (2.0, math.inf, 2.0), (math.nan,)])
 def test_the_mean_moves_and_ignores_losses_that_are_not_finite(losses: tuple[float, ...]) -> None:
     config = RankConfig(objective="achievement", early_steps=1, late_steps=9, target_size=0.5)

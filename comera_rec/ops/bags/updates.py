@@ -415,7 +415,7 @@ def is_row_wise(optimizer: Optimizer) -> bool:
     return module is not None and type(optimizer) is module.RowWiseAdagrad
 
 
-_AVERAGED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # ids of parameters, by the module that averages them
+_AVERAGED: WeakKeyDictionary[nn.Module, dict[int, torch.Size]] = WeakKeyDictionary()  # sizes of parameters that a module averages
 
 
 def active_replicas() -> Any:
@@ -423,14 +423,17 @@ def active_replicas() -> Any:
     return _torchs(DistributedDataParallel, "_get_active_ddp_module")()
 
 
-def _averaged_parameters() -> set[int]:
-    """Return the ids of parameters whose gradients a DistributedDataParallel averages, if this runs in the forward of one."""
+def _averaged_parameters() -> dict[int, torch.Size]:
+    """Return the parameters whose gradients a DistributedDataParallel averages, if this runs in the forward of one.
+
+    They are given by id, with the sizes that they had in its first forward.
+    """
     replicas = active_replicas()
     if replicas is None:
-        return set()
+        return {}
     if replicas not in _AVERAGED:
         ignored = replicas.parameters_to_ignore
-        _AVERAGED[replicas] = {id(each) for name, each in replicas.module.named_parameters() if name not in ignored}
+        _AVERAGED[replicas] = {id(each): each.shape for name, each in replicas.module.named_parameters() if name not in ignored}
     return _AVERAGED[replicas]
 
 
@@ -442,6 +445,11 @@ def _optimizers_of(parameters: Sequence[Tensor]) -> list[tuple[Optimizer, int] |
     averaged = _averaged_parameters()
     optimizers: list[tuple[Optimizer, int] | None] = []
     for parameter in parameters:
+        if averaged.get(id(parameter), parameter.shape) != parameter.shape:
+            raise UserError(
+                "TT ranks have changed since DistributedDataParallel wrapped the model, so it would average no gradients of cores: "
+                "wrap the model again (DistributedModelParallel: rewrap_data_parallel_)"
+            )
         # Reading __dict__ is faster than looking up attributes, and it is empty unless an optimizer was registered.
         attributes, optimizer = parameter.__dict__, None
         if attributes and parameter.requires_grad:

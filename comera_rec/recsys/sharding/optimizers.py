@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torchrec.optim
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import FusedOptimizer
 
 from comera_rec.nn import TTEmbeddingBag
@@ -127,12 +130,13 @@ def apply_optimizers_(bag: TTEmbeddingBag, builders: OptimizerBuilders, *, in_lo
         path, _, key = name.rpartition(".")
         module = bag.get_submodule(path)
         old = module.get_parameter(key)
-        parameter: Any = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
+        parameter: Any = nn.Parameter(old.detach())
         module.register_parameter(key, parameter)
         optimizer = build(parameter)
         init_state_(optimizer, parameter)
         parameter._in_backward_optimizers = [optimizer]
         parameter.register_post_accumulate_grad_hook(_step_)
+        parameter.requires_grad_(old.requires_grad)  # which may be set again
         if in_lookup:
             register_update(parameter, optimizer)
 
@@ -198,7 +202,37 @@ def load_optimizer_state_(model: nn.Module, optimizer: Optimizer, state: Mapping
         if f"{name}/{key}" not in state:
             raise UserError(f"the state lacks {key!r} of {name!r}: give what optimizer_state returns for this model and optimizer")
         value = state[f"{name}/{key}"]
-        target[key] = padded_to(value, parameter.shape) if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor):  # in the core's layout, which fused optimizers take for granted
+            value = torch.empty_like(parameter).copy_(padded_to(value, parameter.shape))
+        target[key] = value
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Scale all gradients of a sharded model so that their norm is at most `max_norm`; every process of the group must call it.
+
+    `torch.nn.utils.clip_grad_norm_` sees the gradients of one process. Those of tables, and parts of tables, that only one process
+    holds differ by process, and so would the factors by which replicas are scaled: they would drift apart.
+
+    Args:
+        model: a `DistributedModelParallel`, or its `module`.
+        max_norm: the largest norm.
+        group: the processes over which the model is sharded; default all.
+
+    Returns:
+        The norm of the whole model's gradients before.
+    """
+    inner = model.module if isinstance(model, DistributedModelParallel) else model
+    sharded = [(path, module) for path, module in inner.named_modules() if isinstance(module, ShardedModule)]
+    names = {name for path, module in sharded for name in module.sharded_parameter_names(path)}
+    trained = [(name in names, parameter) for name, parameter in inner.named_parameters() if parameter.grad is not None]
+    device = next((parameter.device for _, parameter in trained), torch.device("cpu"))
+    squares = torch.zeros(2, device=device)  # of replicas, and of what this process alone has
+    for is_local, parameter in trained:
+        squares[int(is_local)] += torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).square()
+    dist.all_reduce(squares[1:], group=group)
+    norm = squares.sum().sqrt()
+    nn.utils.clip_grads_with_norm_([parameter for _, parameter in trained], max_norm, norm)
+    return norm
 
 
 def _entries(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str, nn.Parameter, dict[str, Any]]]:

@@ -40,6 +40,7 @@ from comera_rec.recsys.sharding.replicas import ReplicatedLookup
 from comera_rec.tt import TTShape
 from data_pipeline.errors import UserError
 
+DENSE = "keep tables behind feature processors dense"
 SHARDING_TYPES = (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
 
 
@@ -82,7 +83,7 @@ class Part(nn.Module):
         self.features = [feature for config in configs for feature in config.feature_names]
         self.tables = [config for config in configs for _ in config.feature_names]
         self.bags = bags
-        self.is_pooled = placement.is_pooled
+        self.is_pooled, self.is_weighted = placement.is_pooled, placement.is_weighted
         self.input_dist = input_dist
         self.output_dist = output_dist
         self._replicated_over = replicated_over
@@ -104,7 +105,13 @@ class Part(nn.Module):
             self._lookup.append(lookup)
 
     def in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the part's features in their order."""
+        """Return the part's features in their order.
+
+        Raises:
+            ValueError: for weights that need a gradient, which isn't sent back.
+        """
+        if self.is_weighted and features.weights().requires_grad:
+            raise UserError(f"the weights of ids need a gradient, which sharded TT tables don't send back: {DENSE}")
         keys = features.keys()
         return features if keys == self.features else features.permute([keys.index(name) for name in self.features])
 
@@ -128,17 +135,18 @@ class Part(nn.Module):
             context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
         varies = context.variable_batch_per_feature
         strides = features.stride_per_key_per_rank() if varies else None
+        size = [features.stride(), 0] if self.is_pooled else [0, self.tables[0].embedding_dim]
+        found = torch.empty([0] if varies else size, device=features.device())
         for lookup in self._lookup:
             ids, weights, lengths = features.values(), features.weights_or_none(), features.lengths()
             batch = KeyedJaggedTensor(self._local_features, ids, weights, lengths, stride_per_key_per_rank=strides)
             if strides is None:
-                values: Tensor = lookup(batch).values()
-                return values
-            of_features = [bags.split(sizes) for bags, sizes in zip(lookup.different_bags(batch), strides, strict=True)]
-            return torch.cat([bags.flatten() for of_process in zip(*of_features, strict=True) for bags in of_process])
-        # Empty, but differentiable: every process takes part in sending bags and their gradients.
-        size = [features.stride(), 0] if self.is_pooled else [0, self.tables[0].embedding_dim]
-        return torch.empty([0] if varies else size, device=features.device(), requires_grad=True)
+                found = lookup(batch).values()
+            else:
+                of_features = [bags.split(sizes) for bags, sizes in zip(lookup.different_bags(batch), strides, strict=True)]
+                found = torch.cat([bags.flatten() for of_process in zip(*of_features, strict=True) for bags in of_process])
+        # Without a table, or with frozen ones alone, a process still takes part in sending bags and their gradients.
+        return found.requires_grad_() if self._replicated_over is None and torch.is_grad_enabled() else found
 
     def by_feature(self, bags: Tensor, context: EmbeddingShardingContext) -> Sequence[Tensor]:
         """Split what comes back by feature: [B, N_f] or [B_f, N_f] bags, or [L_f, N] rows, of each."""

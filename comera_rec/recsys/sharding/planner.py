@@ -28,12 +28,13 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
 from comera_rec.distributed import Processes
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
-from comera_rec.recsys.sharding.parts import SHARDING_TYPES, digits_per_process
+from comera_rec.recsys.sharding.parts import DENSE, SHARDING_TYPES, digits_per_process
 from comera_rec.recsys.sharding.sharder import (
     TTEmbeddingBagCollectionSharder,
     TTManagedCollisionEmbeddingBagCollectionSharder,
@@ -63,7 +64,8 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         storage_reservation: default 15 % of every device, also of a CPU's memory, for everything but tables.
 
     Raises:
-        ValueError: for an `enumerator` that isn't a `TTEnumerator`; from `plan`, for TT tables without a sharder.
+        ValueError: for an `enumerator` that isn't a `TTEnumerator`; from `plan`, for TT tables without a sharder, or behind feature
+            processors.
         PlannerError: from `plan`, if nothing fits, naming the largest tables, their sizes and what to change; if the number
             of pooling factors is neither 1 nor that of the table's features.
 
@@ -92,6 +94,10 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Return the sharding plan of a model; see TorchRec."""
+        for path, each in module.named_modules():
+            inner = each._embedding_bag_collection if isinstance(each, FeatureProcessedEmbeddingBagCollection) else None
+            if isinstance(inner, TTEmbeddingBagCollection):
+                raise UserError(f"{path or 'the model'} has feature processors, which sharded TT tables send no gradients: {DENSE}")
         try:
             return super().plan(module, sharders)
         except PlannerError as error:
