@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -258,86 +258,37 @@ class TTEnumerator(EmbeddingEnumerator):
         self, kind: str, config: TTEmbeddingBagConfig, shape: TTShape, hot_params: int, ids: float
     ) -> tuple[Storage, Perf]:
         """Estimate the storage and time of a shard when each process has `ids` ids of the table."""
-        features = len(config.feature_names)
-        costs = count_bytes(
-            kind, shape, config.embedding_dim, features, self._batch_size, ids, self._world_size, hot_params,
-            DTYPES[config.data_type].itemsize, self._optimizer_states,
-        )  # fmt: skip
+        world, item = self._world_size, DTYPES[config.data_type].itemsize
+        others, lengths = (world - 1) / world, self._batch_size * len(config.feature_names)
+        params, leading = float(shape.num_params + hot_params), float(math.prod(shape.core_shapes[0][1:]))
+        bags = float(lengths * config.embedding_dim * _ITEM)
+        if kind == ShardingType.DATA_PARALLEL.value:
+            sent_ids, sent_bags, lookups, per_process, replicated = 0.0, 0.0, ids, params, params
+        elif kind == ShardingType.TABLE_WISE.value:
+            # The owner alone sends bags, to all others, and looks up for all.
+            sent_ids, sent_bags = (ids + lengths) * 8 * others, bags * (world - 1)
+            lookups, per_process, replicated = ids * world, params, 0.0
+        else:
+            # Every process sends its part of all samples' bags, with lengths for every process, and looks up its share of all ids.
+            sent_ids, sent_bags = (ids * others + lengths * (world - 1)) * 8, bags * (world - 1)
+            lookups, per_process, replicated = ids, params - leading * others, params - leading
+        cut = (shape.order + 1) // 2
+        products = math.prod(shape.col_shape) * (shape.bonds[cut] if shape.order > 1 else 1)
+        num_bags = lengths * (world if kind == ShardingType.ROW_WISE.value else 1)  # row-wise: parts of all samples'
+        workspace = max(lookups, num_bags) * config.embedding_dim * _ITEM
         on_gpu = self._compute_device != "cpu"
         bandwidth = self._topology.hbm_mem_bw if on_gpu else self._topology.ddr_mem_bw
-        many_hosts = self._world_size > self._local_world_size
-        network = self._topology.inter_host_bw if many_hosts else self._topology.intra_host_bw
-        compute = costs["memory"] / bandwidth + costs["flops"] / _FLOPS["cuda" if on_gpu else "cpu"]
+        network = self._topology.inter_host_bw if world > self._local_world_size else self._topology.intra_host_bw
+        compute = (workspace + per_process * item) / bandwidth + 2.0 * lookups * products / _FLOPS["cuda" if on_gpu else "cpu"]
         perf = Perf(
             fwd_compute=compute,
-            fwd_comms=(costs["ids"] + costs["bags"]) / network,
-            bwd_compute=2 * compute + costs["update"] / bandwidth,
-            bwd_comms=(costs["bags"] + costs["gradients"]) / network,
+            fwd_comms=(sent_ids + sent_bags) / network,
+            # The optimizer reads the gradient, and reads and writes all others.
+            bwd_compute=2 * compute + per_process * item * (3 + 2 * self._optimizer_states) / bandwidth,
+            bwd_comms=(sent_bags + 2 * others * replicated * item) / network,  # ring all-reduce
         )
-        size = round(costs["storage"])
+        size = round(per_process * item * (2 + self._optimizer_states) + replicated * item * _BUCKETS + 2 * workspace)
         return Storage(hbm=size if on_gpu else 0, ddr=0 if on_gpu else size), perf
-
-
-def count_bytes(
-    kind: str,
-    shape: TTShape,
-    embedding_dim: int,
-    features: int,
-    batch: int,
-    ids: float,
-    world_size: int,
-    hot_params: int = 0,
-    item: int = _ITEM,
-    optimizer_states: int = ADAM_STATES,
-) -> Mapping[str, float]:
-    """Count the bytes and operations that a TT table costs a process in one step.
-
-    Args:
-        kind: sharding type.
-        shape: shape of the whole TT table.
-        embedding_dim: N.
-        features: number of features that share the table.
-        batch: B.
-        ids: L, over all features.
-        world_size: W.
-        hot_params: parameters of the table's hot rows, of which every process that looks up the table has a replica.
-        item: bytes of one entry of a core, its gradient or an optimizer state.
-        optimizer_states: optimizer states per core.
-
-    Returns:
-        "ids" (with the lengths of bags), "bags" (one way) and "gradients": bytes that the process sends; "memory": bytes that its
-        lookup reads and writes; "update": bytes that the optimizer reads and writes; "flops" of its lookup; "storage": bytes that
-        it takes.
-    """
-    others = (world_size - 1) / world_size
-    params = float(shape.num_params + hot_params)
-    leading = float(shape.core_shapes[0][1] * shape.core_shapes[0][2] * shape.core_shapes[0][3])
-    lengths = batch * features
-    bags = float(lengths * embedding_dim * _ITEM)
-    if kind == ShardingType.DATA_PARALLEL.value:
-        sent_ids, sent_bags, lookups, per_process, replicated = 0.0, 0.0, ids, params, params
-    elif kind == ShardingType.TABLE_WISE.value:
-        # The owner alone sends bags, to all others, and looks up for all.
-        sent_ids, sent_bags = (ids + lengths) * 8 * others, bags * (world_size - 1)
-        lookups, per_process, replicated = ids * world_size, params, 0.0
-    else:
-        # Every process sends its part of all samples' bags, with lengths for every process, and looks up its share of all ids.
-        sent_ids, sent_bags = (ids * others + lengths * (world_size - 1)) * 8, bags * (world_size - 1)
-        lookups, per_process, replicated = ids, params - leading * others, params - leading
-    cut = (shape.order + 1) // 2
-    left, right = math.prod(shape.col_shape[:cut]), math.prod(shape.col_shape[cut:])
-    tt_rank = shape.bonds[cut] if shape.order > 1 else 1
-    num_bags = lengths * (world_size if kind == ShardingType.ROW_WISE.value else 1)  # row-wise: parts of all samples'
-    workspace = max(lookups, num_bags) * embedding_dim * _ITEM
-    return {
-        "ids": sent_ids,
-        "bags": sent_bags,
-        "gradients": 2 * others * replicated * item,  # ring all-reduce
-        "memory": workspace + per_process * item,
-        "update": per_process * item * (3 + 2 * optimizer_states),  # reads the gradient, reads and writes all others
-        "flops": 2.0 * lookups * left * tt_rank * right,
-        "storage": per_process * item * (2 + optimizer_states) + replicated * item * _BUCKETS + 2 * workspace,
-    }
 
 
 def _pooling_factors(config: TTEmbeddingBagConfig, constraint: ParameterConstraints | None) -> list[float]:
