@@ -63,9 +63,7 @@ def train(
       torchrun --nproc-per-node 2 --max-restarts 3 -m comera_rec.train --config examples/demo.toml data.path=data/
     """
     config = load_reachable_config(config_path, (*overrides, *([] if output is None else [f"output={output}"])))
-    if after is not None:
-        start_after(after, config)
-    trainer = Trainer(config)
+    trainer = Trainer(config, after=None if after is None else start_after(after, config))
     is_first = WORLD.is_first  # after leaving the group, every process is alone
     try:
         result = trainer.train()

@@ -63,8 +63,13 @@ def _require_run_folder(folder: Path) -> None:
         raise UserError(f"{folder} holds {', '.join(present)} of something else than a run: choose another output")
 
 
-def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:
-    """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded."""
+def require_same_run(
+    config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any], after: dict[str, Any] | None
+) -> None:
+    """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded.
+
+    `after` is the run and step that it has to have started after; None allows any start.
+    """
     if differing := _differing(config, record):
         raise UserError(
             f"{config.output} holds another run: its config differs in {', '.join(differing)}; "
@@ -75,6 +80,12 @@ def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, reco
         raise UserError(
             f"{config.output} was trained on other rows than {config.data.path} holds: "
             "give the same data set, or choose another output"
+        )
+    if after not in (None, known := record.get("after")):
+        started, not_after = (f"after step {each['step']} of {each['run']}" if each else "anew" for each in (known, after))
+        raise UserError(
+            f"{config.output} holds another run: it started {started}, not {not_after}; "
+            "choose another output, or resume it without --after"
         )
 
 

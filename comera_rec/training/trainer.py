@@ -59,13 +59,15 @@ class Trainer:
     Args:
         config: the run; if its folder already holds a part of it, it resumes from the last checkpoint.
         model: the model to start from instead of a new one, on one process only; its sizes are the config's, its ranks may differ.
+        after: the `run` and `step` that it starts after, for checkpoints; a run that started after others isn't resumed.
 
     Raises:
         ValueError: for data that does not fit, or a batch that can't be shared equally.
     """
 
-    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
+    def __init__(self, config: RunConfig, model: nn.Module | None = None, *, after: dict[str, Any] | None = None) -> None:
         self.config = config
+        self.after = after
         self.folder = Path(config.output)
         self.checkpoints = self.folder / CHECKPOINTS
         self.device = device_of(config.training.device)
@@ -134,6 +136,7 @@ class Trainer:
             "config": self.config.to_dict(),
             "schema": asdict(self.schema),
             "data": fingerprint(self.manifest),
+            "after": self.after,
             "evaluated": self.evaluated,
             "best": asdict(self.best),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
@@ -151,7 +154,8 @@ class Trainer:
             return
         checkpoint = open_checkpoint(path)
         record = checkpoint.record
-        require_same_run(self.config, self.schema, self.manifest, record)
+        require_same_run(self.config, self.schema, self.manifest, record, self.after)
+        self.after = record.get("after")  # checkpoints of earlier versions lack it
         if record["step"]:  # the first checkpoint of a compressed dense run has seen no batch
             self.loader.load_state_dict(record["batches"])
         self.state.load(checkpoint)

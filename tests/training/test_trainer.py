@@ -24,7 +24,7 @@ from refusals import refuse
 from comera_rec.convert import compression_report
 from comera_rec.nn import TTEmbeddingBag, TTTable
 from comera_rec.report import charts
-from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
+from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import BinaryMetrics
 from comera_rec.training.from_runs import compress_run
@@ -36,7 +36,7 @@ from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
-from tests.training.run_folders import RANKS, assert_same_run, call, lines, tensors, weights
+from tests.training.run_folders import RANKS, assert_close, assert_same_run, call, lines, tensors, weights
 
 
 def run(config_file: Path, *overrides: str) -> tuple[Path, dict[str, Any]]:
@@ -148,10 +148,10 @@ def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None
     synth(SynthOptions(rows=2000, output=tmp_path / "train.txt", seed=1, scale=0.001))
     data = tmp_path / "no_val"
     preprocess(PreprocessOptions(inputs=(tmp_path / "train.txt",), output=data, val_fraction=0.0, test_fraction=0.0))
-    settings = f"data.path={data}", "training.eval_every=5"
-    refuse(r"training\.eval_every is 5 but .* has no validation rows", run, config_file, *settings)
-    _, result = run(config_file, f"data.path={data}")
-    assert result["split"] == "train"
+    refuse(
+        r"training\.eval_every is 5 but .* has no validation rows", run, config_file, f"data.path={data}", "training.eval_every=5"
+    )
+    assert run(config_file, f"data.path={data}")[1]["split"] == "train"
 
 
 @pytest.fixture(autouse=True)
@@ -218,15 +218,21 @@ def test_later_days(optimizer: str, numbers: tuple[int, ...], days: Path, config
 
 
 def test_what_does_not_follow_is_refused(days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither is a run resumed as if it had started after another one."""
     first = trained(config_file, days / "day_1", tmp_path / "first", "training.steps=1")
-    for data, options, message in (
-        ("other", [], "other doesn't extend the vocabularies that"),
-        ("day_2", ["optimizer.name=adagrad", "tables.tt_ranks=3"], "config than the new run (in tables.tt_ranks, optimizer.name)"),
+    for steps in (1, 2):  # the same command resumes
+        trained(config_file, days / "day_1", tmp_path / "next", "--after", first, f"training.steps={steps}")
+    trained(config_file, days / "day_1", first, "training.steps=2")
+    for data, output, options, message in (
+        ("other", "new", [], "other doesn't extend the vocabularies that"),
+        ("day_2", "new", ["optimizer.name=adagrad", "tables.tt_ranks=3"], "than the new run (in tables.tt_ranks, optimizer.name)"),
+        ("day_1", "first", [], f"first holds another run: it started anew, not after step 2 of {first}; choose another output"),
+        ("day_1", "next", [], f"it started after step 1 of {first}, not after step 2 of {first}; choose another output, or"),
     ):
-        given = [f"data.path={days / data}", f"output={tmp_path / 'next'}", *options]
+        given = [f"data.path={days / data}", f"output={tmp_path / output}", *options]
         assert call("train", "--config", config_file, "--after", first, *given) == 2
-        assert not (tmp_path / "next").exists()
         assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_at_full_ranks_it_predicts_the_same_as_the_dense_run(dense: Path, config_file: Path, tmp_path: Path) -> None:
@@ -238,9 +244,8 @@ def test_at_full_ranks_it_predicts_the_same_as_the_dense_run(dense: Path, config
     expected, _, _ = load_run(dense)
     compressed.model.eval()
     for batch, _ in zip(compressed.loader.batches, range(3), strict=False):
-        torch.testing.assert_close(
-            compressed.model(batch.dense, batch.sparse), expected(batch.dense, batch.sparse), rtol=1e-3, atol=1e-4
-        )
+        scores = (model(batch.dense, batch.sparse) for model in (compressed.model, expected))
+        torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
@@ -258,9 +263,7 @@ def test_training_continues_from_its_weights(
     ranks = {layer.name: layer.ranks for layer in report.layers if layer.kind == "table" and layer.format == "tt"}
     assert len(set(ranks.values())) > 1, "ranks are spread by singular values"
 
-    start = tensors(run, 0)
-    for name, value in model.state_dict().items():
-        assert torch.equal(start[f"model/{name}"], value), name
+    assert_close(model.state_dict(), weights(run))
     assert call("train", "--config", config_file, f"output={run}", *same) == 0
     assert json.loads((run / "result.json").read_text())["steps"] == 12
 
@@ -280,10 +283,7 @@ def saved_start(rank: int, config_file: Path, overrides: list[str], output: Path
     trainer.save()
     if dist.is_initialized():
         dist.barrier()
-    path = latest_checkpoint(output / "checkpoints")
-    assert path is not None
-    checkpoint = open_checkpoint(path)
-    return checkpoint.read(sorted(checkpoint.sizes))
+    return tensors(output)
 
 
 @pytest.mark.distributed
@@ -340,5 +340,4 @@ def test_a_table_keeps_its_values_where_the_fit_is_poor() -> None:
     table = TTEmbeddingBag(600, 16, tt_ranks=(1, 1), hot_rows=((5, 1),))
     before = {name: value.clone() for name, value in table.state_dict().items()}
     assert not start_from_vectors_(table, torch.randn(600, 16))
-    after = table.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert_close(table.state_dict(), before)
