@@ -86,7 +86,5 @@ def train(
         return
     write_report(read_runs([trainer.folder]), trainer.folder / "report.html")
     smaller = f" ({result['ratio']:.1f}x smaller than dense)" if result["params"] < result["dense_params"] else ""
-    click.echo(
-        f"{config.output}: {result['steps']} steps, {result['split']} AUC {result['auc']:.4f}, NE {result['ne']:.4f}, "
-        f"{result['params']:,} parameters{smaller}"
-    )
+    quality = "AUC and NE undefined" if result["auc"] is None else f"AUC {result['auc']:.4f}, NE {result['ne']:.4f}"
+    click.echo(f"{config.output}: {result['steps']} steps, {result['split']} {quality}, {result['params']:,} parameters{smaller}")

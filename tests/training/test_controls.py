@@ -15,7 +15,7 @@ import torch
 from refusals import refuse
 
 from comera_rec.cli.main import main
-from comera_rec.training.checkpoint import checkpoint_at, save_checkpoint
+from comera_rec.training.checkpoint import save_checkpoint
 from comera_rec.training.config import OptimizerConfig, load_config, parse_config
 from comera_rec.training.evaluation import evaluate
 from comera_rec.training.runs import load_run, open_run
@@ -31,15 +31,10 @@ MINIMAL = {"output": "runs/x", "data": {"path": "data"}}
 def test_defaults_and_overrides(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('output = "a"\n[data]\npath = "d"\n[ranks]\nearly_steps = 5\n')
-    config = load_config(
-        path, ["output=b", "model.over_arch=[64, 32]", "tables.tt_ranks=[3]", "optimizer.lr_dense=1e-3", "ranks=none"]
-    )
-    assert config.output == "b"
-    assert config.model.over_arch == (64, 32)
-    assert config.tables.tt_ranks == (3,)
-    assert config.optimizer.lr_dense == 1e-3
-    assert config.ranks is None
-    assert config.data.batch_size == 2048
+    overrides = ["output=b", "model.over_arch=[64, 32]", "tables.tt_ranks=[3]", "optimizer.lr_dense=1e-3", "ranks=none"]
+    config = load_config(path, overrides)
+    assert (config.output, config.data.batch_size, config.ranks) == ("b", 2048, None)
+    assert (config.model.over_arch, config.tables.tt_ranks, config.optimizer.lr_dense) == ((64, 32), (3,), 1e-3)
     assert load_config(None, ["data.path=data", "output=runs/x", "seed=2"]) == parse_config({**MINIMAL, "seed": 2})
 
 
@@ -131,9 +126,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(config_file: Path, data_set: Pat
     assert printed[0] == pytest.approx(result["ne"], rel=1e-5), "the result is that of the best"
     assert printed[1] > printed[0]
 
-    path = checkpoint_at(trainer.checkpoints, best)
-    assert path is not None
-    shutil.rmtree(path)
+    shutil.rmtree(trainer.checkpoints / f"step_{best:08d}")
     refuse(rf"no longer holds the checkpoint of its best step, {best}: take the last one \(--last\)", load_run, trainer.folder)
     save_checkpoint(trainer.checkpoints, 20, {"step": 20, "best": {"step": None}}, {"weight": torch.ones(1)})
     refuse(r"holds a checkpoint whose model can't be made \('config'\): give another run", load_run, trainer.folder)
@@ -152,9 +145,7 @@ def test_patience_ends_a_run_that_resumes_as_if_it_had_never_stopped(config_file
     run(config_file, *settings, *part, f"training.steps={best + 2}")
     resumed, again = run(config_file, *settings, *part)
     assert validation(resumed.folder) == measured
-    assert {key: again[key] for key in ("ne", "auc", "steps", "best_step")} == {
-        key: result[key] for key in ("ne", "auc", "steps", "best_step")
-    }
+    assert all(again[key] == result[key] for key in ("ne", "auc", "steps", "best_step"))
 
 
 def test_no_checkpoint_is_the_best_while_ranks_shrink(config_file: Path) -> None:
@@ -163,6 +154,25 @@ def test_no_checkpoint_is_the_best_while_ranks_shrink(config_file: Path) -> None
     measured = validation(trainer.folder)
     assert result["best_step"] == min((step for step in measured if step >= 8), key=lambda step: measured[step])
     assert min(measured, key=lambda step: measured[step]) < 8
+
+
+def test_splits_of_one_class_have_no_metrics(
+    config_file: Path, data_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, data, run = (tmp_path / name for name in ("log.txt", "data", "run"))
+    rows = (data_set.parent / "train.txt").read_text().splitlines(keepends=True)
+    log.write_text("".join(rows[:3200] + [f"0{row[1:]}" for row in rows[3200:]]))
+    preprocess(PreprocessOptions(inputs=(log,), output=data))
+    assert call("train", "--config", config_file, f"data.path={data}", *OVERSHOOTING, "training.patience=1") == 0
+    printed = capsys.readouterr()
+    assert "run: 12 steps, test AUC and NE undefined, " in printed.out
+    for split in ("val", "test"):
+        assert printed.err.count(f"run: {split} has no metrics: all 400 labels are 0, so AUC and NE are undefined") == 1
+    assert validation(run) == dict.fromkeys(range(2, 13, 2)), "none is the best, nor worse than that"
+    result = json.loads((run / "result.json").read_text())
+    assert [result[key] for key in ("auc", "ne", "logloss", "rows", "best_step")] == [None, None, None, 400, None]
+    assert call("evaluate", "--checkpoint", run, "--data", data) == 2
+    assert capsys.readouterr().err.startswith("comera: all 400 labels are 0, so AUC and NE are undefined")
 
 
 def test_a_teachers_predictions_take_the_place_of_labels(dense: Path, config_file: Path) -> None:
@@ -218,24 +228,18 @@ def test_runs_of_other_data_are_refused(dense: Path, config_file: Path, tmp_path
     ],
 )
 def test_mistakes_are_one_line_and_status_two(
-    arguments: list[str],
-    message: str,
-    config_file: Path,
-    data_set: Path,
-    dense: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, config_file: Path, data_set: Path, dense: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if arguments[0] == "compress":
         arguments = ["compress", "--checkpoint", "{dense}", "--config", "{config}", "--output", "{tmp}/new", *arguments[1:]]
-    filled = [a.format(tmp=tmp_path, config=config_file, data=data_set, dense=dense) for a in arguments]
+    filled = [a.format(tmp=config_file.parent, config=config_file, data=data_set, dense=dense) for a in arguments]
     assert call(*filled) == 2
     captured = capsys.readouterr()
     assert message.format(data=data_set) in captured.err
     assert captured.err.startswith("comera: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
-    assert not (tmp_path / "new").exists()
+    assert not (config_file.parent / "new").exists()
 
 
 def test_any_column_name_works_from_log_to_export(config_file: Path, tmp_path: Path) -> None:
@@ -268,8 +272,7 @@ def test_a_compression_in_a_file_is_lowered_to_what_small_tables_reach(
     (tmp_path / "run" / "train.log").write_text("")  # may be there
     assert call("train", "--config", config_file) == 0
     assert "are too small for compression 5000; they use" in capsys.readouterr().err
-    _, config, _ = load_run(tmp_path / "run")
-    most = config.tables.compression
+    most = load_run(tmp_path / "run")[1].tables.compression
     assert most is not None
     assert 1 < most < 5000
     assert call("train", "--config", config_file) == 0, "the same command resumes"

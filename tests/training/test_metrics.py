@@ -158,22 +158,18 @@ def test_every_architecture_learns_both_labels(folder: Path, tmp_path: Path, arc
 def test_scores_have_a_column_for_each_label(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trainer(folder, tmp_path / "run", "tables.format=dense")
     run.train()
-    written = (tmp_path / name for name in ("run", "model.pt2", "scores.parquet"))
-    data, checkpoint, model, output = map(str, (folder / "data", *written))
-    for command in (
-        ["export", "--checkpoint", checkpoint, "--output", model],
-        ["score", "--model", model, "--input", data, "--output", output],
-        ["evaluate", "--checkpoint", checkpoint, "--data", data],
-    ):
-        assert call(*command) == 0
+    data, checkpoint, model, output = folder / "data", *(tmp_path / name for name in ("run", "model.pt2", "scores.parquet"))
+    assert call("export", "--checkpoint", checkpoint, "--output", model) == 0
+    assert call("score", "--model", model, "--input", data, "--output", output) == 0
+    assert call("evaluate", "--checkpoint", checkpoint, "--data", data) == 0
     evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
-    scores = pq.read_table(tmp_path / "scores.parquet")
+    scores = pq.read_table(output)
     assert scores.column_names == ["row", "score_click", "score_buy", "click", "buy"]
-    metadata = ServingModel(tmp_path / "model.pt2").metadata.run
+    metadata = ServingModel(model).metadata.run
     assert metadata is not None
     assert metadata.labels == ("click", "buy")
     assert metadata.ne == pytest.approx(evaluated["ne"], rel=1e-6)
-    batch = next(iter(ParquetBatches(folder / "data", "test", batch_size=ROWS)))
+    batch = next(iter(ParquetBatches(data, "test", batch_size=ROWS)))
     with torch.no_grad():
         expected = run.model.eval()(batch.dense, batch.sparse).sigmoid()
     actual = np.stack([scores["score_click"].to_numpy(), scores["score_buy"].to_numpy()], axis=1)
