@@ -82,7 +82,10 @@ class _Probabilities(nn.Module):
         self.model = model
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> dict[str, Tensor]:
-        return {"probabilities": self.model(dense, features).sigmoid().squeeze(1)}
+        probabilities = self.model(dense, features).sigmoid()
+        if probabilities.shape[1] == 1:  # ONNX can't squeeze another size
+            probabilities = probabilities.squeeze(1)
+        return {"probabilities": probabilities}
 
 
 class _Packaged(nn.Module):
