@@ -88,8 +88,7 @@ def test_rates_rise_stay_and_fall() -> None:
 def test_a_run_ends_at_small_rates_for_tables_updated_in_backward_too(config_file: Path) -> None:
     moves = []
     for overrides in ([], ["optimizer.decay=1"]):
-        settings = [*DENSE, "training.steps=8", "optimizer.lr_dense=0.008", *overrides]
-        trainer = Trainer(load_config(config_file, settings))
+        trainer = Trainer(load_config(config_file, [*DENSE, "training.steps=8", "optimizer.lr_dense=0.008", *overrides]))
         table = next(table for name, table in trainer.model.state_dict().items() if name.endswith("embedding_bags.C1.weight"))
         before = table.clone()
         trainer.step(8, iter(trainer.loader))
@@ -260,8 +259,7 @@ def test_any_column_name_works_from_log_to_export(config_file: Path, tmp_path: P
     assert call("export", "--checkpoint", tmp_path / "run", "--output", tmp_path / "exported") == 2
     assert list(json.loads((tmp_path / "exported" / "model.json").read_text())["tables"]) == names
     state = torch.load(tmp_path / "exported" / "model.pt")
-    tables_there = [unquote(key.split(".")[-2]) for key in state if ".embedding_bags." in key]
-    assert sorted(tables_there) == sorted(names)
+    assert sorted(unquote(key.split(".")[-2]) for key in state if ".embedding_bags." in key) == sorted(names)
 
 
 def test_a_compression_in_a_file_is_lowered_to_what_small_tables_reach(

@@ -57,8 +57,8 @@ def test_a_run_that_misses_its_target_size_says_why(config_file: Path, capsys: p
     run(config_file, *settings, f"output={config_file.parent / 'budget'}")
     assert "above their target" not in capsys.readouterr().err
     run(config_file, *settings, "ranks.late_steps=9", f"output={config_file.parent / 'short'}")
-    printed = capsys.readouterr().err
-    assert "the run ended after 12 steps, in the late stage of its ranks, which reach their final size after 13:" in printed
+    message = "the run ended after 12 steps, in the late stage of its ranks, which reach their final size after 13:"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,7 @@ def test_a_run_resumes_with_moved_data_but_not_with_other_data_or_settings(
     run(config_file, "training.steps=3")
     other = ["seed=4", "tables.tt_ranks=2", "data.batch_size=32", *RANKS]
     refuse(r"holds another run: its config differs in data\.batch_size, seed, tables\.tt_ranks, ranks;", run, config_file, *other)
-    moved = tmp_path / "moved"
-    shutil.copytree(data_set, moved)
+    moved = shutil.copytree(data_set, tmp_path / "moved")
     elsewhere = [f"data.path={moved}", "data.prefetch=2", "data.eval_batch_size=100"]
     assert run(config_file, "training.steps=6", *elsewhere)[1]["steps"] == 6
 
@@ -148,10 +147,9 @@ def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None
     synth(SynthOptions(rows=2000, output=tmp_path / "train.txt", seed=1, scale=0.001))
     data = tmp_path / "no_val"
     preprocess(PreprocessOptions(inputs=(tmp_path / "train.txt",), output=data, val_fraction=0.0, test_fraction=0.0))
-    refuse(
-        r"training\.eval_every is 5 but .* has no validation rows", run, config_file, f"data.path={data}", "training.eval_every=5"
-    )
-    assert run(config_file, f"data.path={data}")[1]["split"] == "train"
+    given = f"data.path={data}"
+    refuse(r"training\.eval_every is 5 but .* has no validation rows", run, config_file, given, "training.eval_every=5")
+    assert run(config_file, given)[1]["split"] == "train"
 
 
 @pytest.fixture(autouse=True)
@@ -238,9 +236,8 @@ def test_what_does_not_follow_is_refused(days: Path, config_file: Path, tmp_path
 def test_at_full_ranks_it_predicts_the_same_as_the_dense_run(dense: Path, config_file: Path, tmp_path: Path) -> None:
     large = ["tables.tt_ranks=10000", "linears.tt_ranks=10000", "linears.policy=always", f"output={tmp_path / 'full'}"]
     compressed = compress_run(dense, load_config(config_file, large))
-    assert {"tt"} == {
-        layer.format for layer in compression_report(compressed.model).layers if layer.kind == "table" and layer.row_shape
-    }
+    layers = compression_report(compressed.model).layers
+    assert {layer.format for layer in layers if layer.kind == "table" and layer.row_shape} == {"tt"}
     expected, _, _ = load_run(dense)
     compressed.model.eval()
     for batch, _ in zip(compressed.loader.batches, range(3), strict=False):
@@ -279,8 +276,7 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saved_start(rank: int, config_file: Path, overrides: list[str], output: Path) -> dict[str, torch.Tensor]:
     """The tensors of a new run at step 0."""
-    trainer = Trainer(load_config(config_file, [*overrides, f"output={output}"]))
-    trainer.save()
+    Trainer(load_config(config_file, [*overrides, f"output={output}"])).save()
     if dist.is_initialized():
         dist.barrier()
     return tensors(output)
@@ -306,12 +302,18 @@ def test_the_start_is_the_same_on_any_number_of_processes(
         of_tables = {name: value for name, value in random.items() if "sparse_arch" in name and name.endswith(("weight", "core_0"))}
         assert not any(torch.equal(value, one[name]) for name, value in of_tables.items())
     if tables == ["tables.format=dense"]:
-        column = next(column for column in read_manifest(ordered).categorical_columns if column.name == "C3")
-        assert column.vectors
-        vectors = torch.from_numpy(np.load(ordered / column.vectors.path)).float()
+        vectors = torch.from_numpy(np.load(ordered / "vocabulary" / "C3.npy")).float()
         (rows,) = (value for name, value in one.items() if name.endswith("C3.weight") and name.startswith("model"))
         assert torch.equal(rows[0], torch.zeros(8))
         torch.testing.assert_close(rows[1:] / rows[1:].norm(), vectors[:, :8] / vectors[:, :8].norm())
+
+
+def test_damaged_vectors_and_counts_are_named(config_file: Path, ordered: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(ordered, tmp_path / "data")
+    for name in ("C3.parquet", "C3.npy"):  # in reverse of the order in which they are read
+        (data / "vocabulary" / name).write_bytes(bytes((data / "vocabulary" / name).stat().st_size))
+        message = f"{name} differs from the SHA-256 in the manifest; run `comera preprocess` again"
+        refuse(message, run, config_file, f"data.path={data}", "tables.start=vectors")
 
 
 @pytest.mark.parametrize(("heads", "has_hot_rows"), [({}, True), ({"C1": 0.7, "C2": 0.4}, True), ({"C1": 0.55, "C2": 0.4}, False)])
