@@ -220,6 +220,7 @@ def test_runs_of_other_data_are_refused(dense: Path, config_file: Path, tmp_path
             "training.device is cuda but torch sees no GPU",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
         ),
+        (["export", "--checkpoint", "{dense}", "--output", "{tmp}/new", "--dtype", "int8", "--data", "."], "no --data, --dtype: "),
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
     ],
 )
