@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 import torch
+from click.core import ParameterSource
 
 from comera_rec.cli.train import load_reachable_config
 from comera_rec.convert import compression_report, export_dense
@@ -82,7 +83,8 @@ def compress(run: str, config_path: str, output: str, overrides: tuple[str, ...]
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
 @click.option("--last", is_flag=True, help="Use the last checkpoint even if the run keeps its best one.")
-def export(run: Path, output: Path, **options: Any) -> None:
+@click.pass_context
+def export(context: click.Context, run: Path, output: Path, **options: Any) -> None:
     """Export a run's model as one file for serving, or as a dense model.
 
     MODEL.pt2 is compiled by AOTInductor: it runs in Python and C++, takes dense [B, I] float32, values [V]
@@ -99,6 +101,9 @@ def export(run: Path, output: Path, **options: Any) -> None:
       comera export --checkpoint runs/compressed --output exported/
     """
     if output.suffix not in SUFFIXES:
+        of_files = [name for name in ("data", "form", "dtype") if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if of_files:
+            raise UserError(f"{output} is to be a dense model's folder, which takes no --{', --'.join(of_files)}: name a MODEL.pt2")
         _export_dense(run, output, last=options["last"])
         return
     metadata = export_run(run, output, **options)

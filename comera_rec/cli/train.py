@@ -63,9 +63,7 @@ def train(
       torchrun --nproc-per-node 2 --max-restarts 3 -m comera_rec.train --config examples/demo.toml data.path=data/
     """
     config = load_reachable_config(config_path, (*overrides, *([] if output is None else [f"output={output}"])))
-    if after is not None:
-        start_after(after, config)
-    trainer = Trainer(config)
+    trainer = Trainer(config, after=None if after is None else start_after(after, config))
     is_first = WORLD.is_first  # after leaving the group, every process is alone
     try:
         result = trainer.train()
@@ -88,7 +86,5 @@ def train(
         return
     write_report(read_runs([trainer.folder]), trainer.folder / "report.html")
     smaller = f" ({result['ratio']:.1f}x smaller than dense)" if result["params"] < result["dense_params"] else ""
-    click.echo(
-        f"{config.output}: {result['steps']} steps, {result['split']} AUC {result['auc']:.4f}, NE {result['ne']:.4f}, "
-        f"{result['params']:,} parameters{smaller}"
-    )
+    quality = "AUC and NE undefined" if result["auc"] is None else f"AUC {result['auc']:.4f}, NE {result['ne']:.4f}"
+    click.echo(f"{config.output}: {result['steps']} steps, {result['split']} {quality}, {result['params']:,} parameters{smaller}")

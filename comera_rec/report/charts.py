@@ -61,7 +61,7 @@ def _curve(runs: list[Run], kind: str, key: str, reference: float | None) -> str
     shown = [] if reference is None else [reference]
     dashed: Any = {"linewidth": 1.2, "linestyle": (0, (4, 3))}
     for run in runs:
-        lines = [line for line in getattr(run, kind) if np.isfinite(line.get(key, np.nan))]
+        lines = [line for line in getattr(run, kind) if line.get(key) is not None and np.isfinite(line[key])]
         if not lines or (kind == "ranks" and len(lines) == 1):  # a size that never changes
             continue
         color, steps, values = SERIES[run.color], [line["step"] for line in lines], np.array([line[key] for line in lines])

@@ -169,9 +169,10 @@ def _highlights(runs: list[Run], baseline: Run | None) -> list[tuple[str, str, s
 
     auc, step, peak = pair("auc"), pair("step_ms"), pair("peak_mib")
     tables = pair("table_bytes")
-    return [
-        (ratio(tables[1], tables[0]), "smaller tables", f"{size(tables[0])} instead of {size(tables[1])}"),
-        (_difference(*auc), "AUC", f"{auc[0]:.4f} against {auc[1]:.4f}"),
-        (ratio(*step), "time per step", f"{step[0]:,.1f} ms against {step[1]:,.1f} ms"),
-        (ratio(*peak), "peak memory", f"{peak[0]:,.0f} MiB against {peak[1]:,.0f} MiB"),
+    highlights = [
+        (tables, ratio(tables[1], tables[0]), "smaller tables", f"{size(tables[0])} instead of {size(tables[1])}"),
+        (auc, _difference(*auc), "AUC", f"{auc[0]:.4f} against {auc[1]:.4f}"),
+        (step, ratio(*step), "time per step", f"{step[0]:,.1f} ms against {step[1]:,.1f} ms"),
+        (peak, ratio(*peak), "peak memory", f"{peak[0]:,.0f} MiB against {peak[1]:,.0f} MiB"),
     ]
+    return [(number, what, detail) for pair, number, what, detail in highlights if not math.isnan(sum(pair))]

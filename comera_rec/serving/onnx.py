@@ -69,7 +69,7 @@ def write_onnx(
     """Write a captured model, and return a function that runs the file in onnxruntime.
 
     Raises:
-        ValueError: if onnxscript or onnxruntime is missing, or for an operator that ONNX lacks.
+        ValueError: if onnxscript or onnxruntime is missing, for an operator that ONNX lacks, or a file that onnxruntime refuses.
     """
     with naming_extras():
         import onnxruntime
@@ -87,7 +87,10 @@ def write_onnx(
         raise UserError(f"the model can't be written as ONNX: {reason[0]}") from error
     assert converted is not None
     converted.save(path)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    try:
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its errors have no class in common
+        raise UserError(f"onnxruntime refuses the model: {' '.join(str(error).rpartition('failed:')[2].split())}") from error
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         named = {given.name: tensors[inputs.index(given.name)].numpy() for given in session.get_inputs()}

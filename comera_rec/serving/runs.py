@@ -41,8 +41,12 @@ def _write(
     run: Path, path: Path, package: ServingModel | None, data: Path | None, form: str, dtype: str, last: bool
 ) -> ModelMetadata:
     model, config, schema = load_run(run, last=last)
+    hint = "" if data else "; the run was trained on this folder: name another with --data"
     data = data or Path(config.data.path)
-    manifest = read_manifest(data)
+    try:
+        manifest = read_manifest(data)
+    except UserError as error:
+        raise UserError(f"{error}{hint}") from error
     require_data(run, schema, data, Schema.from_manifest(manifest))
     if package is not None:
         try:
@@ -82,7 +86,10 @@ class _Probabilities(nn.Module):
         self.model = model
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> dict[str, Tensor]:
-        return {"probabilities": self.model(dense, features).sigmoid().squeeze(1)}
+        probabilities = self.model(dense, features).sigmoid()
+        if probabilities.shape[1] == 1:  # ONNX can't squeeze another size
+            probabilities = probabilities.squeeze(1)
+        return {"probabilities": probabilities}
 
 
 class _Packaged(nn.Module):

@@ -85,7 +85,7 @@ def evaluate(
     return mean_of_tasks(metrics)
 
 
-class OneClass(ValueError):
+class OneClass(UserError):
     """All labels of an evaluation are equal, so AUC and NE are undefined."""
 
 

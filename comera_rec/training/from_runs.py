@@ -100,8 +100,8 @@ def _table_budget(config: RunConfig, schema: Schema) -> int:
     return int(dense / config.tables.compression) - small
 
 
-def start_after(run: Path, config: RunConfig) -> None:
-    """Write a run's first checkpoint, from which `Trainer` resumes; keep the run's last one if there is one.
+def start_after(run: Path, config: RunConfig) -> dict[str, Any]:
+    """Write a run's first checkpoint unless there is one; return the run and step that it is to start `after`, for `Trainer`.
 
     Known ids keep their rows and the optimizer's state. A dense table gets an initial row for each new id. A TT table keeps its
     cores while they have room for the ids; beyond that its first core gets slices, as an id's first digit is the most significant.
@@ -113,14 +113,16 @@ def start_after(run: Path, config: RunConfig) -> None:
     Raises:
         ValueError: if there is no such checkpoint, the configs differ, or the data doesn't extend the run's vocabularies.
     """
-    if latest_checkpoint(Path(config.output) / CHECKPOINTS) is not None:
-        return
     checkpoint = open_run(run)
+    after = {"run": str(run.resolve()), "step": checkpoint.record["step"]}
+    if latest_checkpoint(Path(config.output) / CHECKPOINTS) is not None:
+        return after
     schema = Schema.from_manifest(read_manifest(config.data.path))
     require_successor(config, schema, run, checkpoint.record)
     torch.manual_seed(config.seed)
-    trainer = Trainer(config, build_model(config, schema))
+    trainer = Trainer(config, build_model(config, schema), after=after)
     trainer.state.load(checkpoint, grown=True)
     if trainer.scheduler:
         trainer.scheduler.load_state_dict(checkpoint.record["scheduler"])
     trainer.save()
+    return after

@@ -21,8 +21,8 @@ from data_pipeline.manifest import MANIFEST_NAME, Manifest, file_sha256, read_ma
 
 CHECKPOINTS = "checkpoints"
 _WRITTEN = ("config.json", "metrics.jsonl", "result.json", "report.html")
-# When a run resumes, these may change: `output`, [training] and _FREE_DATA of [data].
-_FREE_DATA = ("path", "prefetch", "eval_batch_size")
+# Keys, or what they start with, that may change when a run resumes.
+_FREE = ("output", "training.", "data.path", "data.prefetch", "data.eval_batch_size")
 
 
 def require_fit(config: RunConfig, schema: Schema, manifest: Manifest) -> None:
@@ -63,11 +63,14 @@ def _require_run_folder(folder: Path) -> None:
         raise UserError(f"{folder} holds {', '.join(present)} of something else than a run: choose another output")
 
 
-def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:
-    """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded."""
-    present, recorded = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
-    differing = [key for key in present if present[key] != recorded[key]]
-    if differing:
+def require_same_run(
+    config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any], after: dict[str, Any] | None
+) -> None:
+    """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded.
+
+    `after` is the run and step that it has to have started after; None allows any start.
+    """
+    if differing := _differing(config, record):
         raise UserError(
             f"{config.output} holds another run: its config differs in {', '.join(differing)}; "
             "choose another output, or remove the folder to start anew"
@@ -78,6 +81,12 @@ def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, reco
             f"{config.output} was trained on other rows than {config.data.path} holds: "
             "give the same data set, or choose another output"
         )
+    if after not in (None, known := record.get("after")):
+        started, not_after = (f"after step {each['step']} of {each['run']}" if each else "anew" for each in (known, after))
+        raise UserError(
+            f"{config.output} holds another run: it started {started}, not {not_after}; "
+            "choose another output, or resume it without --after"
+        )
 
 
 def require_successor(config: RunConfig, schema: Schema, run: Path, record: dict[str, Any]) -> None:
@@ -85,9 +94,7 @@ def require_successor(config: RunConfig, schema: Schema, run: Path, record: dict
 
     Ids keep their meaning along the data sets that `comera transform` made of each other.
     """
-    present, recorded = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
-    free = ("seed", "data.")
-    if differing := [key for key in present if present[key] != recorded[key] and not key.startswith(free)]:
+    if differing := _differing(config, record, free=("seed", "data.")):
         raise UserError(f"{run} has another config than the new run (in {', '.join(differing)}): give the same one")
     known, folder = Schema.from_dict(record["schema"]), config.data.path
     while differing := known.differences(schema):
@@ -161,7 +168,14 @@ def fingerprint(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(shards).encode()).hexdigest()
 
 
-def _decisive(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config that must stay the same when a run resumes."""
-    kept = {key: value for key, value in config.items() if key not in ("output", "data", "training")}
-    return kept | {f"data.{key}": value for key, value in config["data"].items() if key not in _FREE_DATA}
+def _differing(config: RunConfig, record: dict[str, Any], free: tuple[str, ...] = ()) -> list[str]:
+    """Name the keys in which a config differs from the one that a checkpoint recorded, except those that may change."""
+    present, recorded = config.to_dict(), parse_config(record["config"]).to_dict()
+    differing: list[str] = []
+    for name, value in present.items():
+        other = recorded[name]
+        if isinstance(value, dict) and isinstance(other, dict):
+            differing += [f"{name}.{key}" for key in value if value[key] != other[key]]
+        elif value != other:  # [ranks] may be in one of them only
+            differing.append(name)
+    return [key for key in differing if not key.startswith(_FREE + free)]

@@ -34,7 +34,7 @@ class StartingVectors:
         folder: of the data set.
 
     Raises:
-        ValueError: if no column has vectors, or a file of them is missing.
+        ValueError: if no column has vectors, or a file of them is missing or damaged.
     """
 
     def __init__(self, manifest: Manifest, folder: Path) -> None:
@@ -68,8 +68,8 @@ class StartingVectors:
         column = self._columns[name]
         assert column.vectors
         assert column.vocabulary
-        vectors = np.load(check_file(column.vectors, self._folder))[:, :-1]
-        counts = pq.read_table(check_file(column.vocabulary, self._folder), columns=["count"])["count"].to_numpy()
+        vectors = np.load(check_file(column.vectors, self._folder, contents=True))[:, :-1]
+        counts = pq.read_table(check_file(column.vocabulary, self._folder, contents=True), columns=["count"])["count"].to_numpy()
         return (
             torch.from_numpy(np.concatenate([np.zeros_like(vectors[:1]), vectors])),
             torch.from_numpy(np.concatenate([[0], counts]).astype(np.float32)),

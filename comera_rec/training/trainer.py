@@ -28,7 +28,7 @@ from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import bytes_outside
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint, save_checkpoint
 from comera_rec.training.config import RunConfig
-from comera_rec.training.evaluation import BestSoFar, evaluate
+from comera_rec.training.evaluation import BestSoFar, OneClass, evaluate
 from comera_rec.training.log import MetricsLog, Progress, off_target, tell
 from comera_rec.training.memory import PeakMemory, keep_freed_memory, return_freed_memory
 from comera_rec.training.model import Schema
@@ -59,13 +59,15 @@ class Trainer:
     Args:
         config: the run; if its folder already holds a part of it, it resumes from the last checkpoint.
         model: the model to start from instead of a new one, on one process only; its sizes are the config's, its ranks may differ.
+        after: the `run` and `step` that it starts after, for checkpoints; a run that started after others isn't resumed.
 
     Raises:
         ValueError: for data that does not fit, or a batch that can't be shared equally.
     """
 
-    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
+    def __init__(self, config: RunConfig, model: nn.Module | None = None, *, after: dict[str, Any] | None = None) -> None:
         self.config = config
+        self.after = after
         self.folder = Path(config.output)
         self.checkpoints = self.folder / CHECKPOINTS
         self.device = device_of(config.training.device)
@@ -99,6 +101,7 @@ class Trainer:
         self.steps = self.history_written = 0
         self.evaluated = 0  # the step of the last evaluation on the validation split
         self.best = BestSoFar()
+        self.undefined = set[str]()  # splits without metrics that have been named
         self.log: MetricsLog | None = None  # on process 0, while it trains
         self.signals = StopSignals()
         self.step_ms: list[float] = []
@@ -134,6 +137,7 @@ class Trainer:
             "config": self.config.to_dict(),
             "schema": asdict(self.schema),
             "data": fingerprint(self.manifest),
+            "after": self.after,
             "evaluated": self.evaluated,
             "best": asdict(self.best),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
@@ -151,7 +155,8 @@ class Trainer:
             return
         checkpoint = open_checkpoint(path)
         record = checkpoint.record
-        require_same_run(self.config, self.schema, self.manifest, record)
+        require_same_run(self.config, self.schema, self.manifest, record, self.after)
+        self.after = record.get("after")  # checkpoints of earlier versions lack it
         if record["step"]:  # the first checkpoint of a compressed dense run has seen no batch
             self.loader.load_state_dict(record["batches"])
         self.state.load(checkpoint)
@@ -295,14 +300,20 @@ class Trainer:
             raise
         self.evaluated = self.steps
         counts = self.scheduler is None or self.scheduler.stage == "done"
-        return counts and self.best.observe(self.steps, metrics["ne"])
+        return counts and metrics["ne"] is not None and self.best.observe(self.steps, metrics["ne"])
 
     def _evaluate(self, split: str) -> dict[str, Any]:
         def stop_if_asked() -> None:
             if stopping := int(WORLD.max(self.signals.received)):
                 raise Interrupted(stopping, self.steps)
 
-        metrics = evaluate(self.model, self._batches(split, shuffle=False), self.device, between=stop_if_asked)
+        try:
+            metrics = evaluate(self.model, self._batches(split, shuffle=False), self.device, between=stop_if_asked)
+        except OneClass as error:  # no reason to end a run
+            if WORLD.is_first and split not in self.undefined:
+                tell(f"{self.folder.name}: {split} has no metrics: {error}")
+            self.undefined.add(split)
+            metrics = {"auc": None, "ne": None, "logloss": None, "rows": self._rows(split)}
         self._log("eval", split=split, **metrics)
         return metrics
 

@@ -15,7 +15,7 @@ import torch
 from refusals import refuse
 
 from comera_rec.cli.main import main
-from comera_rec.training.checkpoint import checkpoint_at, save_checkpoint
+from comera_rec.training.checkpoint import save_checkpoint
 from comera_rec.training.config import OptimizerConfig, load_config, parse_config
 from comera_rec.training.evaluation import evaluate
 from comera_rec.training.runs import load_run, open_run
@@ -31,15 +31,10 @@ MINIMAL = {"output": "runs/x", "data": {"path": "data"}}
 def test_defaults_and_overrides(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('output = "a"\n[data]\npath = "d"\n[ranks]\nearly_steps = 5\n')
-    config = load_config(
-        path, ["output=b", "model.over_arch=[64, 32]", "tables.tt_ranks=[3]", "optimizer.lr_dense=1e-3", "ranks=none"]
-    )
-    assert config.output == "b"
-    assert config.model.over_arch == (64, 32)
-    assert config.tables.tt_ranks == (3,)
-    assert config.optimizer.lr_dense == 1e-3
-    assert config.ranks is None
-    assert config.data.batch_size == 2048
+    overrides = ["output=b", "model.over_arch=[64, 32]", "tables.tt_ranks=[3]", "optimizer.lr_dense=1e-3", "ranks=none"]
+    config = load_config(path, overrides)
+    assert (config.output, config.data.batch_size, config.ranks) == ("b", 2048, None)
+    assert (config.model.over_arch, config.tables.tt_ranks, config.optimizer.lr_dense) == ((64, 32), (3,), 1e-3)
     assert load_config(None, ["data.path=data", "output=runs/x", "seed=2"]) == parse_config({**MINIMAL, "seed": 2})
 
 
@@ -93,8 +88,7 @@ def test_rates_rise_stay_and_fall() -> None:
 def test_a_run_ends_at_small_rates_for_tables_updated_in_backward_too(config_file: Path) -> None:
     moves = []
     for overrides in ([], ["optimizer.decay=1"]):
-        settings = [*DENSE, "training.steps=8", "optimizer.lr_dense=0.008", *overrides]
-        trainer = Trainer(load_config(config_file, settings))
+        trainer = Trainer(load_config(config_file, [*DENSE, "training.steps=8", "optimizer.lr_dense=0.008", *overrides]))
         table = next(table for name, table in trainer.model.state_dict().items() if name.endswith("embedding_bags.C1.weight"))
         before = table.clone()
         trainer.step(8, iter(trainer.loader))
@@ -131,9 +125,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(config_file: Path, data_set: Pat
     assert printed[0] == pytest.approx(result["ne"], rel=1e-5), "the result is that of the best"
     assert printed[1] > printed[0]
 
-    path = checkpoint_at(trainer.checkpoints, best)
-    assert path is not None
-    shutil.rmtree(path)
+    shutil.rmtree(trainer.checkpoints / f"step_{best:08d}")
     refuse(rf"no longer holds the checkpoint of its best step, {best}: take the last one \(--last\)", load_run, trainer.folder)
     save_checkpoint(trainer.checkpoints, 20, {"step": 20, "best": {"step": None}}, {"weight": torch.ones(1)})
     refuse(r"holds a checkpoint whose model can't be made \('config'\): give another run", load_run, trainer.folder)
@@ -152,9 +144,7 @@ def test_patience_ends_a_run_that_resumes_as_if_it_had_never_stopped(config_file
     run(config_file, *settings, *part, f"training.steps={best + 2}")
     resumed, again = run(config_file, *settings, *part)
     assert validation(resumed.folder) == measured
-    assert {key: again[key] for key in ("ne", "auc", "steps", "best_step")} == {
-        key: result[key] for key in ("ne", "auc", "steps", "best_step")
-    }
+    assert all(again[key] == result[key] for key in ("ne", "auc", "steps", "best_step"))
 
 
 def test_no_checkpoint_is_the_best_while_ranks_shrink(config_file: Path) -> None:
@@ -163,6 +153,25 @@ def test_no_checkpoint_is_the_best_while_ranks_shrink(config_file: Path) -> None
     measured = validation(trainer.folder)
     assert result["best_step"] == min((step for step in measured if step >= 8), key=lambda step: measured[step])
     assert min(measured, key=lambda step: measured[step]) < 8
+
+
+def test_splits_of_one_class_have_no_metrics(
+    config_file: Path, data_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, data, run = (tmp_path / name for name in ("log.txt", "data", "run"))
+    rows = (data_set.parent / "train.txt").read_text().splitlines(keepends=True)
+    log.write_text("".join(rows[:3200] + [f"0{row[1:]}" for row in rows[3200:]]))
+    preprocess(PreprocessOptions(inputs=(log,), output=data))
+    assert call("train", "--config", config_file, f"data.path={data}", *OVERSHOOTING, "training.patience=1") == 0
+    printed = capsys.readouterr()
+    assert "run: 12 steps, test AUC and NE undefined, " in printed.out
+    for split in ("val", "test"):
+        assert printed.err.count(f"run: {split} has no metrics: all 400 labels are 0, so AUC and NE are undefined") == 1
+    assert validation(run) == dict.fromkeys(range(2, 13, 2)), "none is the best, nor worse than that"
+    result = json.loads((run / "result.json").read_text())
+    assert [result[key] for key in ("auc", "ne", "logloss", "rows", "best_step")] == [None, None, None, 400, None]
+    assert call("evaluate", "--checkpoint", run, "--data", data) == 2
+    assert capsys.readouterr().err.startswith("comera: all 400 labels are 0, so AUC and NE are undefined")
 
 
 def test_a_teachers_predictions_take_the_place_of_labels(dense: Path, config_file: Path) -> None:
@@ -198,10 +207,7 @@ def test_runs_of_other_data_are_refused(dense: Path, config_file: Path, tmp_path
         (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint: give a run's folder"),
         (["train", "--config", "{config}", "training.teacher={tmp}/nowhere"], "holds no checkpoint"),
         (["evaluate", "--checkpoint", "{tmp}", "--data", "{data}", "--split", "exam"], "split 'exam' is not in"),
-        (
-            ["train", "--config", "{config}", "ranks.early_steps=3", *DENSE],
-            "neither tables nor linear layers have any: add ranks=none",
-        ),
+        (["train", "--config", "{config}", "ranks.early_steps=3", *DENSE], "tables nor linear layers have any: add ranks=none"),
         (["serve", "--model", "{tmp}"], "is a folder: give a MODEL.pt2 that `comera export` wrote from it"),
         (["report", "--run", "{tmp}/nowhere", "--truth", "{config}"], "is not what `comera synth` wrote beside its log"),
         (["train", "--config", "{data}/train/part-00000.parquet"], "can't be parsed"),
@@ -214,31 +220,25 @@ def test_runs_of_other_data_are_refused(dense: Path, config_file: Path, tmp_path
             "training.device is cuda but torch sees no GPU",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
         ),
+        (["export", "--checkpoint", "{dense}", "--output", "{tmp}/new", "--dtype", "int8", "--data", "."], "no --data, --dtype: "),
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
     ],
 )
 def test_mistakes_are_one_line_and_status_two(
-    arguments: list[str],
-    message: str,
-    config_file: Path,
-    data_set: Path,
-    dense: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, config_file: Path, data_set: Path, dense: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if arguments[0] == "compress":
         arguments = ["compress", "--checkpoint", "{dense}", "--config", "{config}", "--output", "{tmp}/new", *arguments[1:]]
-    filled = [a.format(tmp=tmp_path, config=config_file, data=data_set, dense=dense) for a in arguments]
+    filled = [a.format(tmp=config_file.parent, config=config_file, data=data_set, dense=dense) for a in arguments]
     assert call(*filled) == 2
     captured = capsys.readouterr()
     assert message.format(data=data_set) in captured.err
     assert captured.err.startswith("comera: ")
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
-    assert not (tmp_path / "new").exists()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert not (config_file.parent / "new").exists()
 
 
-def test_any_column_name_works_from_log_to_export(config_file: Path, tmp_path: Path) -> None:
+def test_any_column_name_works_from_log_to_export(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["a.b", "a%2Eb", "50%", "a b", "weight", "training", "é", "type", "keys", "x/y", "_parameters", ".hidden", ".."]
     numbers, labels = ["n.1", "values"], ["click.x", "items"]
     kinds = [(name, kind) for kind, group in (("label", labels), ("integer", numbers), ("category", names)) for name in group]
@@ -256,8 +256,10 @@ def test_any_column_name_works_from_log_to_export(config_file: Path, tmp_path: P
     assert call("export", "--checkpoint", tmp_path / "run", "--output", tmp_path / "exported") == 2
     assert list(json.loads((tmp_path / "exported" / "model.json").read_text())["tables"]) == names
     state = torch.load(tmp_path / "exported" / "model.pt")
-    tables_there = [unquote(key.split(".")[-2]) for key in state if ".embedding_bags." in key]
-    assert sorted(tables_there) == sorted(names)
+    assert sorted(unquote(key.split(".")[-2]) for key in state if ".embedding_bags." in key) == sorted(names)
+    data.rename(tmp_path / "moved")
+    assert call("export", "--checkpoint", tmp_path / "run", "--output", tmp_path / "model.pt2") == 2
+    assert "; the run was trained on this folder: name another with --data\n" in capsys.readouterr().err
 
 
 def test_a_compression_in_a_file_is_lowered_to_what_small_tables_reach(
@@ -268,8 +270,7 @@ def test_a_compression_in_a_file_is_lowered_to_what_small_tables_reach(
     (tmp_path / "run" / "train.log").write_text("")  # may be there
     assert call("train", "--config", config_file) == 0
     assert "are too small for compression 5000; they use" in capsys.readouterr().err
-    _, config, _ = load_run(tmp_path / "run")
-    most = config.tables.compression
+    most = load_run(tmp_path / "run")[1].tables.compression
     assert most is not None
     assert 1 < most < 5000
     assert call("train", "--config", config_file) == 0, "the same command resumes"

@@ -24,7 +24,7 @@ from refusals import refuse
 from comera_rec.convert import compression_report
 from comera_rec.nn import TTEmbeddingBag, TTTable
 from comera_rec.report import charts
-from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
+from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import BinaryMetrics
 from comera_rec.training.from_runs import compress_run
@@ -36,7 +36,7 @@ from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
-from tests.training.run_folders import RANKS, assert_same_run, call, lines, tensors, weights
+from tests.training.run_folders import RANKS, assert_close, assert_same_run, call, lines, tensors, weights
 
 
 def run(config_file: Path, *overrides: str) -> tuple[Path, dict[str, Any]]:
@@ -57,8 +57,8 @@ def test_a_run_that_misses_its_target_size_says_why(config_file: Path, capsys: p
     run(config_file, *settings, f"output={config_file.parent / 'budget'}")
     assert "above their target" not in capsys.readouterr().err
     run(config_file, *settings, "ranks.late_steps=9", f"output={config_file.parent / 'short'}")
-    printed = capsys.readouterr().err
-    assert "the run ended after 12 steps, in the late stage of its ranks, which reach their final size after 13:" in printed
+    message = "the run ended after 12 steps, in the late stage of its ranks, which reach their final size after 13:"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,9 @@ def test_a_run_resumes_with_moved_data_but_not_with_other_data_or_settings(
     config_file: Path, data_set: Path, tmp_path: Path
 ) -> None:
     run(config_file, "training.steps=3")
-    other = ["seed=4", "tables.tt_ranks=2", "data.batch_size=32"]
-    refuse(r"holds another run: its config differs in seed, tables, data\.batch_size", run, config_file, *other)
-    moved = tmp_path / "moved"
-    shutil.copytree(data_set, moved)
+    other = ["seed=4", "tables.tt_ranks=2", "data.batch_size=32", *RANKS]
+    refuse(r"holds another run: its config differs in data\.batch_size, seed, tables\.tt_ranks, ranks;", run, config_file, *other)
+    moved = shutil.copytree(data_set, tmp_path / "moved")
     elsewhere = [f"data.path={moved}", "data.prefetch=2", "data.eval_batch_size=100"]
     assert run(config_file, "training.steps=6", *elsewhere)[1]["steps"] == 6
 
@@ -149,10 +148,9 @@ def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None
     synth(SynthOptions(rows=2000, output=tmp_path / "train.txt", seed=1, scale=0.001))
     data = tmp_path / "no_val"
     preprocess(PreprocessOptions(inputs=(tmp_path / "train.txt",), output=data, val_fraction=0.0, test_fraction=0.0))
-    settings = f"data.path={data}", "training.eval_every=5"
-    refuse(r"training\.eval_every is 5 but .* has no validation rows", run, config_file, *settings)
-    _, result = run(config_file, f"data.path={data}")
-    assert result["split"] == "train"
+    given = f"data.path={data}"
+    refuse(r"training\.eval_every is 5 but .* has no validation rows", run, config_file, given, "training.eval_every=5")
+    assert run(config_file, given)[1]["split"] == "train"
 
 
 @pytest.fixture(autouse=True)
@@ -219,29 +217,33 @@ def test_later_days(optimizer: str, numbers: tuple[int, ...], days: Path, config
 
 
 def test_what_does_not_follow_is_refused(days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither is a run resumed as if it had started after another one."""
     first = trained(config_file, days / "day_1", tmp_path / "first", "training.steps=1")
-    for data, options, message in (
-        ("other", [], "other doesn't extend the vocabularies that"),
-        ("day_2", ["optimizer.name=adagrad", "tables.tt_ranks=3"], "another config than the new run (in tables, optimizer)"),
+    for steps in (1, 2):  # the same command resumes
+        trained(config_file, days / "day_1", tmp_path / "next", "--after", first, f"training.steps={steps}")
+    trained(config_file, days / "day_1", first, "training.steps=2")
+    for data, output, options, message in (
+        ("other", "new", [], "other doesn't extend the vocabularies that"),
+        ("day_2", "new", ["optimizer.name=adagrad", "tables.tt_ranks=3"], "than the new run (in tables.tt_ranks, optimizer.name)"),
+        ("day_1", "first", [], f"first holds another run: it started anew, not after step 2 of {first}; choose another output"),
+        ("day_1", "next", [], f"it started after step 1 of {first}, not after step 2 of {first}; choose another output, or"),
     ):
-        given = [f"data.path={days / data}", f"output={tmp_path / 'next'}", *options]
+        given = [f"data.path={days / data}", f"output={tmp_path / output}", *options]
         assert call("train", "--config", config_file, "--after", first, *given) == 2
-        assert not (tmp_path / "next").exists()
         assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_at_full_ranks_it_predicts_the_same_as_the_dense_run(dense: Path, config_file: Path, tmp_path: Path) -> None:
     large = ["tables.tt_ranks=10000", "linears.tt_ranks=10000", "linears.policy=always", f"output={tmp_path / 'full'}"]
     compressed = compress_run(dense, load_config(config_file, large))
-    assert {"tt"} == {
-        layer.format for layer in compression_report(compressed.model).layers if layer.kind == "table" and layer.row_shape
-    }
+    layers = compression_report(compressed.model).layers
+    assert {layer.format for layer in layers if layer.kind == "table" and layer.row_shape} == {"tt"}
     expected, _, _ = load_run(dense)
     compressed.model.eval()
     for batch, _ in zip(compressed.loader.batches, range(3), strict=False):
-        torch.testing.assert_close(
-            compressed.model(batch.dense, batch.sparse), expected(batch.dense, batch.sparse), rtol=1e-3, atol=1e-4
-        )
+        scores = (model(batch.dense, batch.sparse) for model in (compressed.model, expected))
+        torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
@@ -259,9 +261,7 @@ def test_training_continues_from_its_weights(
     ranks = {layer.name: layer.ranks for layer in report.layers if layer.kind == "table" and layer.format == "tt"}
     assert len(set(ranks.values())) > 1, "ranks are spread by singular values"
 
-    start = tensors(run, 0)
-    for name, value in model.state_dict().items():
-        assert torch.equal(start[f"model/{name}"], value), name
+    assert_close(model.state_dict(), weights(run))
     assert call("train", "--config", config_file, f"output={run}", *same) == 0
     assert json.loads((run / "result.json").read_text())["steps"] == 12
 
@@ -277,14 +277,10 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saved_start(rank: int, config_file: Path, overrides: list[str], output: Path) -> dict[str, torch.Tensor]:
     """The tensors of a new run at step 0."""
-    trainer = Trainer(load_config(config_file, [*overrides, f"output={output}"]))
-    trainer.save()
+    Trainer(load_config(config_file, [*overrides, f"output={output}"])).save()
     if dist.is_initialized():
         dist.barrier()
-    path = latest_checkpoint(output / "checkpoints")
-    assert path is not None
-    checkpoint = open_checkpoint(path)
-    return checkpoint.read(sorted(checkpoint.sizes))
+    return tensors(output)
 
 
 @pytest.mark.distributed
@@ -307,12 +303,18 @@ def test_the_start_is_the_same_on_any_number_of_processes(
         of_tables = {name: value for name, value in random.items() if "sparse_arch" in name and name.endswith(("weight", "core_0"))}
         assert not any(torch.equal(value, one[name]) for name, value in of_tables.items())
     if tables == ["tables.format=dense"]:
-        column = next(column for column in read_manifest(ordered).categorical_columns if column.name == "C3")
-        assert column.vectors
-        vectors = torch.from_numpy(np.load(ordered / column.vectors.path)).float()
+        vectors = torch.from_numpy(np.load(ordered / "vocabulary" / "C3.npy")).float()
         (rows,) = (value for name, value in one.items() if name.endswith("C3.weight") and name.startswith("model"))
         assert torch.equal(rows[0], torch.zeros(8))
         torch.testing.assert_close(rows[1:] / rows[1:].norm(), vectors[:, :8] / vectors[:, :8].norm())
+
+
+def test_damaged_vectors_and_counts_are_named(config_file: Path, ordered: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(ordered, tmp_path / "data")
+    for name in ("C3.parquet", "C3.npy"):  # in reverse of the order in which they are read
+        (data / "vocabulary" / name).write_bytes(bytes((data / "vocabulary" / name).stat().st_size))
+        message = f"{name} differs from the SHA-256 in the manifest; run `comera preprocess` again"
+        refuse(message, run, config_file, f"data.path={data}", "tables.start=vectors")
 
 
 @pytest.mark.parametrize(("heads", "has_hot_rows"), [({}, True), ({"C1": 0.7, "C2": 0.4}, True), ({"C1": 0.55, "C2": 0.4}, False)])
@@ -341,5 +343,4 @@ def test_a_table_keeps_its_values_where_the_fit_is_poor() -> None:
     table = TTEmbeddingBag(600, 16, tt_ranks=(1, 1), hot_rows=((5, 1),))
     before = {name: value.clone() for name, value in table.state_dict().items()}
     assert not start_from_vectors_(table, torch.randn(600, 16))
-    after = table.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert_close(table.state_dict(), before)
