@@ -135,26 +135,28 @@ def test_blocks_that_do_not_fit_are_refused(blocks: tuple[tuple[int, int], ...],
 ROWS, HOT = 600, ((20, 8), (40, 3))
 
 
-def trained(row_order: torch.Tensor | None = None) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
+def trained(row_order: Tensor | None = None, kind: Any = torch.optim.Adam) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.ModuleDict({"pages": TTEmbedding(ROWS, 8, tt_ranks=3, hot_rows=HOT, row_order=row_order)})
     for block in model["pages"].hot_blocks():
         nn.init.normal_(block.core_0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = kind(model.parameters(), lr=0.01)
+    if kind is RowWiseAdagrad:
+        update_in_backward_(model, optimizer)
     model["pages"](torch.arange(ROWS)).square().sum().backward()
     optimizer.step()
     return model, optimizer
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_frequent_ids_get_hot_rows_and_other_ids_keep_their_values(ordered: bool) -> None:
+@pytest.mark.parametrize(("kind", "key"), [(torch.optim.Adam, "exp_avg"), (RowWiseAdagrad, "sum")])
+def test_frequent_ids_get_hot_rows_and_other_ids_keep_their_values(ordered: bool, kind: Any, key: str) -> None:
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)) if ordered else None
-    model, optimizer = trained(order)
+    model, optimizer = trained(order, kind)
     table = model["pages"]
     row_of = torch.arange(ROWS) if order is None else order
-    id_of = row_of.argsort()
-    before = table.dense_matrix()
-    states = [optimizer.state[block.core_0]["exp_avg"] for block in table.hot_blocks()]
+    id_of, before = row_of.argsort(), table.dense_matrix()
+    states = [optimizer.state[block.core_0][key] for block in table.hot_blocks()]
     counts = 100 * (ROWS - row_of)  # as hot rows are now
     wide, narrow, cold = id_of[400], id_of[401], id_of[[5, 30]]
     counts[wide], counts[narrow], counts[cold] = 10**6, int(counts[id_of[50]]), 0
@@ -169,7 +171,7 @@ def test_frequent_ids_get_hot_rows_and_other_ids_keep_their_values(ordered: bool
     assert moved.sum() == 4
     assert torch.equal(after[~moved], before[~moved])
     for block, state in zip(table.hot_blocks(), states, strict=True):
-        zero = (state == 0).all(dim=(0, 2, 3)).nonzero().flatten() + block.first
+        zero = (state.view(block.num_rows, -1) == 0).all(dim=1).nonzero().flatten() + block.first
         assert zero.tolist() == sorted(row for row in rows[moved].tolist() if block.first <= row < block.first + block.num_rows)
 
 
@@ -181,10 +183,8 @@ def test_differences_by_chance_move_nothing() -> None:
 
 def test_tables_go_by_name_and_mistakes_are_named() -> None:
     model, _ = trained()
-    both, counts = (
-        nn.ModuleDict({"a": model, "b": copy.deepcopy(model)}),
-        torch.zeros(ROWS).index_fill(0, torch.tensor(599), 100),
-    )
+    both = nn.ModuleDict({"a": model, "b": copy.deepcopy(model)})
+    counts = torch.zeros(ROWS).index_fill(0, torch.tensor(599), 100)
     refuse("'users' names 0 TT tables with hot rows, not one: the model has", rerank_hot_rows_, model, None, {"users": counts})
     refuse("'pages' names 2 TT tables", rerank_hot_rows_, both, None, {"pages": counts})
     others = torch.optim.Adam(nn.Linear(2, 2).parameters())
