@@ -170,7 +170,9 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_outputs_that_are_no_packages_are_refused(tmp_path: Path) -> None:
+def test_outputs_that_are_no_packages_and_other_types_are_refused(tmp_path: Path) -> None:
+    precise, message = cr.TTEmbedding(60, DIM, dtype=torch.float64), r"a TTEmbedding is torch\.float64, .*: give model\.float\(\)"
+    refuse(message, cr.export, precise, torch.arange(3), tmp_path / "model.pt2")
     refuse(r"is a folder: name a file, such as .*model\.pt2", cr.export, Broken(), inputs(), tmp_path)
     refuse(r"model doesn't end in \.pt2", cr.export, Broken(), inputs(), tmp_path / "model")
 
