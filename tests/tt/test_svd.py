@@ -19,11 +19,8 @@ from comera_rec.tt import TTShape, svd, tt_svd, tt_svd_spectra, tt_to_dense
 
 def unfolding(weight: Tensor, shape: TTShape, k: int) -> Tensor:
     """The matrix whose rank bounds that of bond k: modes up to core k by modes after it."""
-    padded = torch.zeros(shape.num_rows, shape.num_cols, dtype=weight.dtype)
-    padded[: weight.shape[0], : weight.shape[1]] = weight
-    modes = padded.reshape(*shape.row_shape, *shape.col_shape)
-    d = shape.order
-    modes = modes.permute([axis for core in range(d) for axis in (core, d + core)])
+    axes = [axis for core in range(shape.order) for axis in (core, shape.order + core)]
+    modes = weight.reshape(*shape.row_shape, *shape.col_shape).permute(axes)
     return modes.reshape(math.prod(shape.row_shape[:k]) * math.prod(shape.col_shape[:k]), -1)
 
 
