@@ -78,8 +78,8 @@ def _rerank_(table: TTTable, optimizer: Optimizer | None, counts: Tensor) -> int
             each.state.get(core, {}) for each in (optimizer, *getattr(core, "_in_backward_optimizers", ())) if each is not None
         ]
         for state in (value for states in of_core for value in states.values()):
-            if isinstance(state, Tensor) and state.shape[:2] == core.shape[:2]:
-                state[:, rows] = 0
+            if isinstance(state, Tensor) and core.shape[:2] in (state.shape[:2], (1, *state.shape)):  # or row-wise sums
+                state.view(block.num_rows, -1)[rows] = 0
     table.set_row_order_(row_of)
     return moved
 

@@ -101,6 +101,9 @@ def _replacement(module: nn.Module, tables: Tables, is_fast: bool) -> nn.Module 
     """Return the serving form of a module that isn't a collection."""
     if isinstance(module, COLLECTIONS):
         return module  # later, once its keys are known
+    if isinstance(module, TTModule) and module.core_0.dtype != torch.float32:
+        kind = type(module).__name__
+        raise UserError(f"a {kind} is {module.core_0.dtype}, but served ones are float32: give model.float(), or a copy of it")
     if isinstance(module, TTLinear):
         return serving_layer(module)
     if isinstance(module, TTEmbedding):

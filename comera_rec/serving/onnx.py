@@ -37,13 +37,22 @@ def _embedding_bag(
     sparse: bool = False,
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
-    padding_idx: int = -1,
+    padding_idx: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Sums over bags, the only mode of serving forms."""
+    """Pool all bags at once; an additional one takes the rows of the padding index."""
     rows = weight[indices] if per_sample_weights is None else weight[indices] * per_sample_weights[:, None]
-    starts = offsets[:-1] if include_last_offset else offsets
-    bag = _searchsorted(starts, torch.arange(indices.shape[0]), right=True) - 1
-    return rows.new_zeros(starts.shape[0], weight.shape[1]).index_add(0, bag, rows), bag, bag, bag
+    starts = (offsets[:-1] if include_last_offset else offsets).long()
+    bag = starts.new_zeros(indices.shape[0] + 1).index_add(0, starts, torch.ones_like(starts)).cumsum(0)[:-1] - 1
+    if padding_idx is not None:
+        bag = torch.where(indices == padding_idx, starts.shape[0], bag)
+    pooled = rows.new_zeros(starts.shape[0] + 1, weight.shape[1])
+    if mode == 2:
+        pooled = pooled.scatter_reduce(0, bag[:, None].expand_as(rows), rows, "amax", include_self=False)
+    else:
+        pooled = pooled.index_add(0, bag, rows)
+    if mode == 1:
+        pooled = pooled / torch.zeros_like(pooled[:, :1]).index_add(0, bag, torch.ones_like(rows[:, :1])).clamp(min=1)
+    return pooled[:-1], bag, bag, bag
 
 
 def _repeat_interleave(self: Tensor, repeats: Tensor, dim: int | None = None, *, output_size: Any = None) -> Tensor:
@@ -55,8 +64,8 @@ def _repeat_interleave(self: Tensor, repeats: Tensor, dim: int | None = None, *,
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.searchsorted.Tensor: _searchsorted,
     torch.ops.aten.repeat_interleave.self_Tensor: _repeat_interleave,
-    torch.ops.aten._embedding_bag_forward_only.default: _embedding_bag,
-    torch.ops.aten._embedding_bag.default: _embedding_bag,
+    torch.ops.aten.embedding_bag.default: _embedding_bag,
+    torch.ops.aten.embedding_bag.padding_idx: _embedding_bag,
     # onnxscript writes these two as the logarithm of a sigmoid, which is wrong below -15 and infinite below -18.
     torch.ops.aten.log_sigmoid.default: lambda self: -F.softplus(-self),
     **get_decompositions([torch.ops.aten.binary_cross_entropy_with_logits]),

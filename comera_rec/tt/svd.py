@@ -19,7 +19,6 @@ _EXACT_LIMIT = 1024  # an unfolding whose short side is longer than this is deco
 _WHOLE_LIMIT = 1 << 24  # a matrix of more entries than this is read in blocks, never copied
 _BLOCK = 1 << 22  # entries of a block
 _OVERSAMPLING = 16
-_POWER_ITERATIONS = 2
 
 
 def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]:
@@ -146,14 +145,14 @@ class _Unfolding:
                 block = block * self.scale[first:last].to(self.dtype).view(-1, *[1] * (2 * d - 1))
             yield slice(first * n1, last * n1), block.reshape((last - first) * n1, -1)
 
-    def leading_svd(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    def leading_svd(self, rank: int, iterations: int = 2) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `_leading_svd` does, reading A in blocks."""
         # Squares of singular values, and the squared norm less their sum, need float64 throughout.
         if self.rows <= _EXACT_LIMIT:
             singular, left = _singular_values(self._gram())
             left = left[:, :rank].to(self.dtype)
             return left, singular.to(self.dtype), self._transposed_times(left).mT
-        basis = self._random_basis(min(rank + _OVERSAMPLING, self.rows, self.columns))
+        basis = self._random_basis(min(rank + _OVERSAMPLING, self.rows, self.columns), iterations)
         projected = self._transposed_times(basis).mT  # basis @ projected is A without the part that the basis misses
         singular, rotation = _singular_values(projected @ projected.mT)
         rest = (self.norm().square() - singular.square().sum()).clamp_min(0).sqrt()
@@ -184,11 +183,11 @@ class _Unfolding:
                 block = block * self.scale.to(self.dtype).view(-1, 1, 1, 1)
             yield block.transpose(1, 2).reshape(self.rows, -1)
 
-    def _random_basis(self, size: int) -> Tensor:
+    def _random_basis(self, size: int, iterations: int) -> Tensor:
         """Return float64 orthonormal columns that nearly span the leading left singular vectors."""
         generator = torch.Generator().manual_seed(0)
         basis = torch.randn(self.columns, size, generator=generator).to(self.weight.device, torch.float64)
-        for iteration in range(_POWER_ITERATIONS + 1):
+        for iteration in range(iterations + 1):
             if iteration:
                 basis = torch.linalg.qr(self._transposed_times(basis)).Q
             basis = torch.linalg.qr(torch.cat([block.double() @ basis for _, block in self._blocks()])).Q
@@ -208,10 +207,8 @@ def _leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     if short_side <= _EXACT_LIMIT or rank + _OVERSAMPLING >= short_side:
         left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
         return left, singular, singular[:, None] * right
-    precise = matrix.double()
-    left, singular, right = torch.svd_lowrank(precise, q=rank + _OVERSAMPLING, niter=4)
-    rest = (precise.norm().square() - singular.square().sum()).clamp_min(0).sqrt()
-    return left.to(matrix.dtype), torch.cat([singular, rest[None]]).to(matrix.dtype), (singular * right).mT.to(matrix.dtype)
+    # Iterations are cheap here; the first unfolding may be too large to be read as often.
+    return _Unfolding(matrix, TTShape((len(matrix), 1), (1, matrix.shape[1]), 1)).leading_svd(rank, iterations=4)
 
 
 def _singular_values(gram: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,14 +20,8 @@ from hypothesis import strategies as st
 from jagged import random_jagged
 from refusals import refuse
 from torch import Tensor, nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-    PoolingType,
-)  # fmt: skip
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import comera_rec as cr
@@ -169,7 +163,9 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_outputs_that_are_no_packages_are_refused(tmp_path: Path) -> None:
+def test_outputs_that_are_no_packages_and_other_types_are_refused(tmp_path: Path) -> None:
+    precise, message = cr.TTEmbedding(60, DIM, dtype=torch.float64), r"a TTEmbedding is torch\.float64, .*: give model\.float\(\)"
+    refuse(message, cr.export, precise, torch.arange(3), tmp_path / "model.pt2")
     refuse(r"is a folder: name a file, such as .*model\.pt2", cr.export, Broken(), inputs(), tmp_path)
     refuse(r"model doesn't end in \.pt2", cr.export, Broken(), inputs(), tmp_path / "model")
 
@@ -265,10 +261,11 @@ def test_decompositions_are_the_operators(sizes: list[int], is_last: bool, seed:
         assert found.equal(torch.searchsorted(ends, values, right=right))
     repeated = DECOMPOSITIONS[aten.repeat_interleave.self_Tensor](torch.arange(len(sizes)), lengths, output_size=count)
     assert repeated.equal(torch.arange(len(sizes)).repeat_interleave(lengths))
-    for each in (None, weights):
-        bags = DECOMPOSITIONS[aten._embedding_bag.default](weight, ids, offsets, False, 0, False, each, is_last)[0]
-        expected = F.embedding_bag(ids, weight, offsets, mode="sum", per_sample_weights=each, include_last_offset=is_last)
-        torch.testing.assert_close(bags, expected)
+    for mode, each in ((0, None), (0, weights), (1, None), (2, None)):
+        for padding in (None, 3):
+            options = (False, mode, False, each, is_last, padding)
+            bags, *_ = DECOMPOSITIONS[aten.embedding_bag.padding_idx](weight, ids, offsets, *options)
+            torch.testing.assert_close(bags, torch.embedding_bag(weight, ids, offsets, *options)[0])
 
 
 def compare_with_onnxruntime(
@@ -296,11 +293,14 @@ def test_onnxruntime_gives_the_models_numbers(name: str, dtype: str, atol: float
 
 
 class Weighted(nn.Module):
-    """Weighted bags of some of a batch's features, in another order; standalone tables, a list and an option."""
+    """Weighted bags of some of a batch's features, with hot rows, in another order; standalone tables, a list and an option."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bags = cr.compress_(EmbeddingBagCollection(tables("place", "day", "user"), is_weighted=True), tables=CONFIG)
+        config = cr.TableCompression(tt_ranks=2, min_rows=50, hot_rows=0.3)
+        self.bags = cr.compress_(EmbeddingBagCollection(tables("place", "day", "user"), is_weighted=True), tables=config)
+        for name, parameter in self.named_parameters():
+            nn.init.normal_(parameter) if "hot_rows" in name else None
         self.table, self.bag = cr.TTEmbedding(60, DIM, tt_ranks=2, padding_idx=0), cr.TTEmbeddingBag(60, DIM, mode="mean")
         self.same_table = self.table
 
@@ -323,6 +323,12 @@ def test_weights_lists_and_empty_bags(tmp_path: Path) -> None:
     assert metadata.names == ["values", "lengths", "weights", "ids.0"]
     assert [output.name for output in metadata.outputs] == ["bags", "single.0", "single.1"]
     assert metadata.inputs[0].keys == {"day": 7, "item": None, "place": 70, "user": 120}
+
+
+@pytest.mark.parametrize("bags", [cr.TTEmbeddingBag(60, DIM, hot_rows=((20, 3),)), nn.EmbeddingBag(60, DIM, mode="max")])
+def test_batches_without_rows(bags: nn.Module, tmp_path: Path) -> None:
+    others = [torch.arange(2 * rows).view(rows, 2) for rows in (0, 5)]
+    compare_with_onnxruntime(bags, torch.arange(6).view(3, 2), others, tmp_path / "model.onnx")
 
 
 def test_losses_of_large_logits_are_exact(tmp_path: Path) -> None:
