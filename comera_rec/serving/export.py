@@ -20,8 +20,8 @@ from torch._inductor import aoti_compile_and_package
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import fresh_cache
 from torch.export import Dim, ExportedProgram
-from torchrec.distributed.types import ShardedModule
 
+from comera_rec.convert.export import require_unsharded
 from comera_rec.ops.native import LIBRARY
 from comera_rec.ops.served_bags import DTYPES
 from comera_rec.serving.arguments import (
@@ -146,8 +146,7 @@ def write_package(
         raise UserError("an ONNX file has no operators of this library: drop form='fast', or write MODEL.pt2")
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}: choose one of {', '.join(map(repr, DTYPES))}")
-    if any(isinstance(module, ShardedModule) for module in model.modules()):
-        raise UserError("the model is sharded: load its state into the model as it was before DistributedModelParallel")
+    require_unsharded(model)
     if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
         raise UserError("the model is not on the CPU: give model.cpu(), or a copy of it")
     arguments = named_arguments(model, sample_batch)

@@ -40,7 +40,8 @@ def _embedding_bag(
     padding_idx: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Pool all bags at once; an additional one takes the rows of the padding index."""
-    rows = weight[indices] if per_sample_weights is None else weight[indices] * per_sample_weights[:, None]
+    rows = weight[indices.long()]  # ONNX takes no others
+    rows = rows if per_sample_weights is None else rows * per_sample_weights[:, None]
     starts = (offsets[:-1] if include_last_offset else offsets).long()
     bag = starts.new_zeros(indices.shape[0] + 1).index_add(0, starts, torch.ones_like(starts)).cumsum(0)[:-1] - 1
     if padding_idx is not None:

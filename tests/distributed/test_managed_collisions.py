@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from foreign_programs import managed_collisions
-from in_backward import _apply_optimizer_in_backward
+from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward
 from processes import run
 from refusals import refuse
 from sharding import shard
@@ -149,10 +149,10 @@ def test_batch_sizes_may_vary_by_feature() -> None:
         torch.testing.assert_close(varying, repeated)
 
 
-def evict(process_rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def evict(process_rank: int, optimizer: type[torch.optim.Optimizer]) -> tuple[Tensor, Tensor, Tensor]:
     """Return which hot rows, and which of their optimizer states, are zero after the first ids got rows; and these rows."""
     model = Model(Case(hot=True))
-    _apply_optimizer_in_backward(torch.optim.Adagrad, model.sparse.parameters(), {"lr": LR})
+    _apply_optimizer_in_backward(optimizer, model.sparse.parameters(), {"lr": LR})
     sharded = shard(model, {})
     managed = sharded.module.sparse
     hot = managed._embedding_module.tt_bags["people"].hot_rows[0].core_0
@@ -166,11 +166,12 @@ def evict(process_rank: int) -> tuple[Tensor, Tensor, Tensor]:
     managed._reset_hot_rows({"people": None if process_rank else torch.arange(0)})
     ids = managed._managed_collision_collection._managed_collision_modules["people"]
     rows = ids._mch_remapped_ids_mapping[ids._mch_sorted_raw_ids < torch.iinfo(torch.int64).max]
-    return (hot == 0).all(dim=(0, 2, 3)), (state == 0).all(dim=(0, 2, 3)), rows
+    return (hot == 0).all(dim=(0, 2, 3)), (state.view(24, -1) == 0).all(dim=1), rows
 
 
-def test_hot_rows_of_new_ids_are_zero_on_all_processes() -> None:
-    results = run(2, evict)
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, RowWiseAdagrad])
+def test_hot_rows_of_new_ids_are_zero_on_all_processes(optimizer: type[torch.optim.Optimizer]) -> None:
+    results = run(2, evict, optimizer)
     rows = torch.cat([rows for *_, rows in results])
     expected = torch.zeros(24, dtype=torch.bool)
     expected[rows[rows < 24]] = True

@@ -238,8 +238,8 @@ class ShardedTTManagedCollisions(ShardedModule[KJTList, list[Tensor], _Output, M
                 of_block = is_new[block.first : block.first + block.num_rows].nonzero().flatten()
                 states = [value for each in getattr(core, "_in_backward_optimizers", ()) for value in each.state[core].values()]
                 for values in (core.data, *states):  # not seen by autograd, as TorchRec's tables are reset
-                    if values.shape[:2] == core.shape[:2]:
-                        values[:, of_block] = 0
+                    if core.shape[:2] in (values.shape[:2], (1, *values.shape)):  # or row-wise sums
+                        values.view(block.num_rows, -1)[of_block] = 0
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Names of the parameters and buffers that data parallelism must not touch."""
