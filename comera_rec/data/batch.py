@@ -60,9 +60,8 @@ class Batch(Pipelineable):
     def _with_tensors(self, change: Callable[[Any], Any]) -> Batch:
         """Return the batch with every tensor changed; lengths and offsets of one id per row, which all batches share, are found."""
         sparse, weights = self.sparse, None if self.weights is None else change(self.weights)
-        keys, rows, device = len(sparse.keys()), sparse.stride(), sparse.device()
-        if sparse.lengths() is one_per_row(keys, rows, device)[0]:
-            values = change(sparse.values())
+        if has_one_per_row(sparse):
+            keys, rows, values = len(sparse.keys()), sparse.stride(), change(sparse.values())
             sparse = keyed_rows(sparse.keys(), values, *one_per_row(keys, rows, values.device), rows, [rows] * keys)
         else:
             sparse = change(sparse)
@@ -79,7 +78,15 @@ class Batch(Pipelineable):
 def one_per_row(keys: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return lengths and offsets of a KeyedJaggedTensor with one id per row and key; batches share them, nothing writes to them."""
     with torch.inference_mode(False):  # or training couldn't use them after an evaluation
-        return torch.ones(keys * rows, dtype=torch.int64, device=device), torch.arange(keys * rows + 1, device=device)
+        made = torch.ones(keys * rows, dtype=torch.int64, device=device), torch.arange(keys * rows + 1, device=device)
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():  # other streams may read them next
+        torch.cuda.current_stream(device).synchronize()
+    return made
+
+
+def has_one_per_row(sparse: KeyedJaggedTensor) -> bool:
+    """Return whether lengths and offsets are those of `one_per_row`, which nothing may write to."""
+    return sparse.lengths() is one_per_row(len(sparse.keys()), sparse.stride(), sparse.device())[0]
 
 
 def keyed_rows(

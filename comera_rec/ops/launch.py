@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
@@ -59,12 +60,11 @@ class Kernel:
         addresses = [*map(Tensor.data_ptr, tensors)]
         types, devices = map(_DTYPE, tensors), map(Tensor.get_device, tensors)
         key = (*types, *devices, *[address & 15 for address in addresses], *[number > _LARGEST for number in numbers])
-        if torch.version.hip:  # for AMD's GPUs, Triton also compiles for tensors below 2 GiB
-            key += tuple(tensor.untyped_storage().nbytes() > _LARGEST for tensor in tensors)
         compiled = self._compiled.get(key)
         if compiled is None:
             assert tuple(operands) == self.operands, f"{self.function.__name__} takes {self.operands} in this order"
-            compiled = self.function[grid](**operands, **self.constants, num_warps=self.num_warps, **self.OPTIONS)
+            with _wide_offsets():
+                compiled = self.function[grid](**operands, **self.constants, num_warps=self.num_warps, **self.OPTIONS)
             if compiled is not None:  # not in the interpreter
                 self._compiled[key] = compiled
         else:
@@ -74,6 +74,18 @@ class Kernel:
     def variant(self) -> tuple[object, ...]:
         """The key of the compiled kernel, together with the tensors' types."""
         return self.function.__name__, tuple(self.constants.items()), self.num_warps
+
+
+@contextmanager
+def _wide_offsets() -> Iterator[None]:
+    """On AMD's GPUs, keep Triton from 32-bit offsets within tensors below 2 GiB: kernels go from the first table to all others."""
+    if torch.version.hip is None:
+        yield
+        return
+    amd = importlib.import_module("triton").knobs.amd
+    with amd.scope():
+        amd.use_buffer_ops = False
+        yield
 
 
 class Launch(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
 from comera_rec.data import Batch
+from comera_rec.data.batch import has_one_per_row
 from comera_rec.distributed import WORLD
 
 WARMUP = 3
@@ -123,10 +124,12 @@ class CapturedUpdate:
                     raise
                 self._on_failure(error)
                 self._captures, self._batch = False, None
+            if self._batch is None:  # after the error, which refers to the memory of the failed capture
                 return self._recorder.run(lambda: self._update(batch))
         else:
             for tensor, value in zip(_tensors(self._batch), _tensors(batch), strict=True):
-                tensor.copy_(value, non_blocking=True)
+                if tensor is not value:  # batches share constants
+                    tensor.copy_(value, non_blocking=True)
         self._recorder.replay()
         assert self._loss is not None
         return self._loss.clone()  # the next replay writes over it
@@ -140,8 +143,8 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 def _layout(batch: Batch) -> Hashable:
     """Return what two batches must have in common for one graph to serve both."""
-    sizes = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(batch))
-    return sizes, tuple(batch.sparse.keys()), tuple(batch.sparse.length_per_key())
+    sizes, sparse = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(batch)), batch.sparse
+    return sizes, tuple(sparse.keys()), tuple(sparse.length_per_key()), has_one_per_row(sparse)  # what is shared isn't written
 
 
 def _constant(rate: float | Tensor) -> Hashable:

@@ -19,6 +19,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from comera_rec import LinearCompression, RankConfig, RankScheduler, TTEmbeddingBagConfig, build_dlrm
 from comera_rec.data import Batch
+from comera_rec.data.batch import keyed_rows, one_per_row
 from comera_rec.nn import update_in_backward_
 from comera_rec.training.capture import CapturedUpdate, CudaRecorder, why_not_captured
 from comera_rec.training.config import load_config
@@ -181,6 +182,15 @@ def test_a_capture_that_fails_leaves_steps_eager_if_it_may() -> None:
     training.update = CapturedUpdate(training._update, [training.optimizer], training.recorder)
     with pytest.raises(RuntimeError, match="not permitted"):
         training.run(range(8))
+
+
+def test_lengths_that_batches_share_are_not_written() -> None:
+    shared = one_per_row(2, 4, torch.device("cpu"))
+    update = CapturedUpdate(lambda batch: batch.sparse.lengths().sum(), [], Mock(wraps=StandIn(lambda: None)))
+    for lengths, offsets in [shared] * 6 + [(torch.arange(8).clamp(max=1), torch.arange(9))]:
+        sparse = keyed_rows(["a", "b"], torch.zeros(8, dtype=torch.int64), lengths, offsets, 4, [4, 4])
+        update(Batch(dense=torch.zeros(4, 0), sparse=sparse, labels=torch.zeros(4)))
+    assert [each._version for each in shared] == [0, 0]
 
 
 def test_why_an_optimizer_cannot_be_captured() -> None:

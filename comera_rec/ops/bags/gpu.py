@@ -20,7 +20,7 @@ from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls, KernelTables
 from comera_rec.ops.bags.table import Table, TableGroup
 from comera_rec.ops.bags.updates import ROW_WISE, Updates, current_updates, find_updates, refuse_row_wise
 from comera_rec.ops.derivatives import once_differentiable
-from comera_rec.ops.plan.pairs import PairPlan, is_transformed, plan_all_rows, plan_hot_rows
+from comera_rec.ops.plan.pairs import UNSAFE, PairPlan, is_transformed, plan_all_rows, plan_hot_rows
 from comera_rec.tt import is_slice_major, slice_major, slice_major_stride
 from data_pipeline.errors import UserError
 
@@ -126,7 +126,9 @@ class _Layout:
         cores = [table.cores for table in tables]
         order = len(cores[0])
         self._halves = [_half(tables, number) for number in range(0, order - 1, 2)] if order > 2 else []
-        self._lasts = [each[-1] for each in cores] if order > 1 else [cores[0][0].new_ones(1, 1, 1, 1)] * len(tables)
+        with torch.inference_mode(False):  # or training couldn't use what an evaluation made
+            one = cores[0][0].new_ones(1, 1, 1, 1)
+        self._lasts = [each[-1] for each in cores] if order > 1 else [one] * len(tables)
         self._diagonals = [table.diagonals[(order - 1) // 2] for table in tables if table.diagonals]
         self._pairs: Pairs | None = None
         if not self._halves:
@@ -227,7 +229,7 @@ def pool_into_bags(
     return KernelCalls(KernelTables(cores, diagonals), plan, offsets, weights, mode, features, num_cols).forward()
 
 
-_pool = torch.library.custom_op("comera_rec::pool_pairs", pool_into_bags, mutates_args=(), schema=(
+_pool = torch.library.custom_op("comera_rec::pool_pairs", pool_into_bags, mutates_args=(), tags=UNSAFE, schema=(
     "(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, str mode, int features, "
     "int num_cols) -> (Tensor, Tensor)"
 ))  # fmt: skip
@@ -281,7 +283,7 @@ def end_step(
     return flat, weight_gradients
 
 
-_gradients = torch.library.custom_op("comera_rec::pool_pairs_backward", gradients, mutates_args=(), schema=(
+_gradients = torch.library.custom_op("comera_rec::pool_pairs_backward", gradients, mutates_args=(), tags=UNSAFE, schema=(
     "(Tensor grad, Tensor targets, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, "
     "Tensor? weights, str mode, int features, int num_cols, bool of_weights) -> (Tensor, Tensor)"
 ))  # fmt: skip

@@ -26,6 +26,8 @@ from data_pipeline.errors import UserError
 
 MOST_IDS = 1 << 29
 """Kernels number ids and parts in 32 bits."""
+UNSAFE = (torch.Tag.cudagraph_unsafe,)
+"""Graphs that torch.compile captures can't have operators that copy constants from the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ def _join(ids: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(ids))
 
 
-@torch.library.custom_op("comera_rec::plan_pairs", mutates_args=())
+@torch.library.custom_op("comera_rec::plan_pairs", mutates_args=(), tags=UNSAFE)
 def _plan_pairs(
     ids: Tensor, offsets: Tensor, bags_of_feature: int, features: list[int], modes: list[int], rows: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +189,7 @@ def plan_hot_rows(pairs: Tensor, trailing: Sequence[int], first_rows: Sequence[i
     return PairPlan(pairs=hot_pairs, slices=slices, order=order, counts=(sum(sizes[-1]), len(sizes[-1])))
 
 
-@torch.library.custom_op("comera_rec::plan_hot_rows", mutates_args=())
+@torch.library.custom_op("comera_rec::plan_hot_rows", mutates_args=(), tags=UNSAFE)
 def _plan_hot_rows(
     pairs: Tensor, trailing: list[int], first_rows: list[int], blocks: list[int], rows: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
