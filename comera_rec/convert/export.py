@@ -56,6 +56,12 @@ def require_unsharded(model: nn.Module) -> None:
         raise UserError("the model is sharded: load its state into the model as it was before DistributedModelParallel")
 
 
+def require_floats(weight: torch.Tensor) -> None:
+    """Raise ValueError for a weight that TorchRec has quantized."""
+    if not weight.is_floating_point():
+        raise UserError("a dense table is quantized: export the model as it was before, cr.export with dtype='int8' if need be")
+
+
 def _dense_equivalent(module: nn.Module) -> nn.Module | None:
     if isinstance(module, TTEmbeddingBagCollection | TTEmbeddingCollection):
         return _dense_collection(module)
@@ -100,5 +106,6 @@ def _dense_collection(module: TTEmbeddingBagCollection | TTEmbeddingCollection) 
     for name, layer in layers.items():
         table: Any = tables[name]
         weight, trained = (table.dense_matrix(), table.core_0) if isinstance(table, TTTable) else (table.weight, table.weight)
+        require_floats(weight)
         layer.weight = nn.Parameter(weight.detach().clone().contiguous(), requires_grad=trained.requires_grad)
     return dense

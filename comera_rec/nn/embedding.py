@@ -78,8 +78,9 @@ class TTEmbedding(TTTable):
 
     def _all_logits(self, input: Tensor) -> Tensor:
         tokens = math.prod(input.shape[:-1])
-        # A symbolic number of tokens, as torch.export has, must not decide.
-        if self.shape.order == 1 or (isinstance(tokens, int) and forming_is_cheaper(self.shape, tokens)):
+        # A symbolic number of tokens, as torch.export has, must not decide; Dynamo takes it for an int.
+        is_known = isinstance(tokens, int) and not torch.compiler.is_exporting()
+        if self.shape.order == 1 or (is_known and forming_is_cheaper(self.shape, tokens)):
             return input @ self.dense_matrix().mT
         cut, right_first, _ = logits_path(self.shape)
         rank, cores = self.shape.bonds[cut], self.scaled_cores()

@@ -139,15 +139,17 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
 
 
 def _optimizers_of(parameter: nn.Parameter, optimizer: Optimizer | None) -> list[Optimizer]:
-    """List the optimizers that have a parameter's state: those applied in backward or, without any, the given one."""
-    return [*getattr(parameter, "_in_backward_optimizers", ())] or ([unwrapped(optimizer)] if optimizer else [])
+    """List the optimizers that may have a parameter's state: those applied in backward or, without any, the given one."""
+    return [*getattr(parameter, "_in_backward_optimizers", ())] or (unwrapped(optimizer) if optimizer else [])
 
 
-def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that holds the state, within TorchRec's wrappers or torch's `ZeroRedundancyOptimizer`.
+def unwrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """List the optimizers that hold the state, within TorchRec's wrappers and combinations or torch's `ZeroRedundancyOptimizer`.
 
-    Wrappers copy its `state` once, and don't see what it becomes.
+    Wrappers copy the `state` once, and don't see what it becomes.
     """
-    while isinstance(inner := getattr(optimizer, "_optimizer", getattr(optimizer, "optim", None)), Optimizer):
-        optimizer = inner
-    return optimizer
+    inner = getattr(optimizer, "_optimizer", getattr(optimizer, "optim", None))
+    if isinstance(inner, Optimizer):
+        return unwrapped(inner)
+    parts = getattr(optimizer, "optimizers", ())
+    return [each for _, part in parts for each in unwrapped(part)] or [optimizer]

@@ -110,6 +110,8 @@ def _rows(found: Sequence[tuple[tuple[str, ...], Any]]) -> int:
         if isinstance(leaf, KeyedJaggedTensor):
             if leaf.variable_stride_per_key() or leaf.inverse_indices_or_none() is not None:
                 raise UserError(f"{'.'.join(path)} has batch sizes that vary by key: give a KeyedJaggedTensor with one batch size")
+            if not leaf.values().numel():
+                raise UserError(f"{'.'.join(path)} has no ids: give a sample batch with some")
             rows[leaf.stride()] = ".".join(path)
     if len(rows) > 1:
         stated = " and ".join(f"{name} has {count} rows" for count, name in rows.items())

@@ -192,7 +192,7 @@ def write_package(
     for count, tensors in flat_batches.items():
         try:
             outputs = run(tensors)
-        except RuntimeError as error:
+        except Exception as error:  # onnxruntime's have no class in common
             raise UserError(
                 f"the package fails on {count} rows ({_one_line(error)}): give a model that takes any number"
             ) from error

@@ -20,6 +20,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 
+from comera_rec.convert.export import require_floats
 from comera_rec.nn import TTEmbedding, TTEmbeddingBag, TTLinear, TTModule, TTTable
 from comera_rec.ops.native import ops
 from comera_rec.ops.served_bags import DTYPES, ServedTable, Slab
@@ -141,8 +142,12 @@ def _collection(module: nn.Module, keys: list[str], tables: Tables) -> nn.Module
         table = served_table(weights, mean=is_pooled and config.pooling == PoolingType.MEAN)
         lookups += [_Lookup(name, table, feature) for name, feature in zip(names, config.feature_names, strict=True)]
     if is_pooled:
-        return _BagCollection(keys, lookups, tables, is_weighted=made.is_weighted())
-    return _RowCollection(keys, lookups, tables, need_indices=made.need_indices())
+        served: _Served = _BagCollection(keys, lookups, tables, is_weighted=made.is_weighted())
+    else:
+        served = _RowCollection(keys, lookups, tables, need_indices=made.need_indices())
+    for group in served.groups:
+        group.replaces_bad_ids = hasattr(made, "bounds_check") and made.bounds_check.mode != "fatal"
+    return served
 
 
 class _Served(nn.Module):
@@ -315,6 +320,7 @@ def serving_layer(layer: TTLinear) -> nn.Module:
 def served_table(weights: TTTable | Tensor, *, mean: bool = False) -> ServedTable:
     """Convert a TT table, or the rows of a dense one; bags of the result are averaged if `mean`."""
     if isinstance(weights, Tensor):
+        require_floats(weights)
         formed = weights.detach().float()
         return ServedTable(rows=len(formed), columns=formed.shape[1], mean=mean, formed=formed)
     cores, slabs = _folded(weights)

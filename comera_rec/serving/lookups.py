@@ -22,7 +22,7 @@ class ServedTables(nn.Module):
     def __init__(self, tables: Sequence[ServedTable]) -> None:
         super().__init__()
         self.features, self.columns = len(tables), tables[0].columns
-        self.any_mean = any(table.mean for table in tables)
+        self.any_mean, self.replaces_bad_ids = any(table.mean for table in tables), False
         self.limits = nn.Buffer(torch.tensor([table.rows for table in tables]))
         self.means = nn.Buffer(torch.tensor([table.mean for table in tables]))
         orders = {t: table.row_order for t, table in enumerate(tables) if table.row_order is not None}
@@ -62,12 +62,17 @@ class ServedTables(nn.Module):
         return torch.searchsorted(ends, torch.arange(values.shape[0]), right=True).clamp(max=self.features - 1)
 
     def rows_of(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Replace ids by rows where they differ."""
-        if self.row_orders is None:
+        """Replace ids by rows where they differ, and ids out of range by 0 where the collection does so."""
+        if self.row_orders is None and not self.replaces_bad_ids:
             return values
         feature = self.feature_of(values, lengths)
+        is_valid = (values >= 0) & (values < self.limits[feature])
+        if self.replaces_bad_ids:
+            values, is_valid = torch.where(is_valid, values, 0), torch.ones_like(is_valid)
+        if self.row_orders is None:
+            return values
         start = self.order_starts[feature]
-        has_row = (start >= 0) & (values >= 0) & (values < self.limits[feature])
+        has_row = (start >= 0) & is_valid
         return torch.where(has_row, self.row_orders[torch.where(has_row, start + values, 0)].long(), values)
 
     def _by_feature(self, lengths: Tensor) -> Tensor:

@@ -387,11 +387,12 @@ class ServingModel:
     def _require_numbers(self, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError for the lengths, number or id that made outputs invalid, if there is one."""
         for each, given in self.metadata.by_input(tensors):
+            name, numbers = (f"{each.prefix}weights", given[-1]) if isinstance(each, FeatureInput) else (each.name, given[0])
             if isinstance(each, FeatureInput):
                 _require_ids(each, *given[:2])
-            elif not bool(given[0].isfinite().all()):
-                where = given[0].isfinite().logical_not().nonzero()[0].tolist()
-                raise UserError(f"{each.name} is {float(given[0][tuple(where)])} at {where}: give a number")
+            if not bool(numbers.isfinite().all()):
+                where = numbers.isfinite().logical_not().nonzero()[0].tolist()
+                raise UserError(f"{name} is {float(numbers[tuple(where)])} at {where}: give a number")
 
 
 def _require_shape(wanted: TensorInput, array: np.ndarray) -> None:

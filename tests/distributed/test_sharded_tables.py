@@ -21,7 +21,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.shard import shard as shard_in_place
+from torchrec.distributed.shard import shard as shard_alone
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -277,12 +277,14 @@ def names_and_order(rank: int) -> None:
         small = EmbeddingBagConfig(name="small", num_embeddings=9, embedding_dim=8)
         configs = Model("bags").collection.embedding_bag_configs()  # type: ignore[operator]
         model: Any = nn.ModuleDict({"bags": cr.TTEmbeddingBagCollection([*configs, small])})
-        names = list(model.state_dict())
-        shard_in_place(model["bags"], {"t": KINDS[kind], "small": table_wise(rank=0)}, sharder=sharder)
-        assert list(model.state_dict()) == names
+        before = copy.deepcopy(model.state_dict())
+        model["bags"] = shard_alone(model["bags"], {"t": KINDS[kind], "small": table_wise(rank=0)}, sharder=sharder)
+        assert list(model.state_dict()) == list(before)
+        for part in model.state_dict()["bags.dense_bags.embedding_bags.small.weight"].local_shards():
+            assert torch.equal(part.tensor, before["bags.dense_bags.embedding_bags.small.weight"])
 
 
-def test_torchrecs_composable_sharding_keeps_names_and_their_order() -> None:
+def test_torchrecs_composable_sharding_keeps_names_their_order_and_values() -> None:
     run(2, names_and_order)
 
 

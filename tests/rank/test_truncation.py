@@ -233,6 +233,9 @@ def test_state_behind_wrappers_is_sliced(wrap: Callable, tmp_path: Path) -> None
         optimizer, inner = wrap(model)
         train(model, optimizer, 3)
         silence(model, DOOMED)
+        if isinstance(inner, KeyedOptimizerWrapper):  # as a resumed run does, which replaces the state that wrappers know
+            inner._optimizer.load_state_dict(copy.deepcopy(inner._optimizer.state_dict()))
+            inner = inner._optimizer
         truncate_ranks_(model, optimizer, threshold=1e-6)
         assert inner.state[model.table.core_1]["exp_avg"].shape == model.table.core_1.shape
         train(model, optimizer, 2)

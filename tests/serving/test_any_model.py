@@ -132,6 +132,7 @@ def inputs(**changes: Any) -> dict[str, Any]:
     return {"dense": batch(0, range(1)).dense_features, "sparse": batch(0, range(1)).sparse_features} | changes
 
 
+NO_IDS = KeyedJaggedTensor(["user", "item"], torch.empty(0).long(), lengths=torch.zeros(8).long())
 ONE_KEY = KeyedJaggedTensor(["user"], torch.arange(4), lengths=torch.ones(4, dtype=torch.long))
 THREE_ROWS = KeyedJaggedTensor(["user"], torch.arange(3), lengths=torch.ones(3, dtype=torch.long))
 
@@ -144,6 +145,7 @@ THREE_ROWS = KeyedJaggedTensor(["user"], torch.arange(3), lengths=torch.ones(3, 
         ("", inputs(dense=object()), {}, "dense is a object: give tensors, KeyedJaggedTensors and numbers"),
         ("", inputs(sparse=ONE_KEY, dense=THREE_ROWS), {},
          "dense has 3 rows and sparse has 4 rows: give a sample batch with one number of rows"),
+        ("", inputs(sparse=NO_IDS), {}, "sparse has no ids: give a sample batch with some"),
         ("shapes", inputs(), {}, "forward fails on sample_batch: RuntimeError: mat1 and mat2"),
         ("branches", inputs(), {}, "the model can't be captured: "),
         ("foreign operator", inputs(), {}, "a package can't call fbgemm.segment_sum_csr.default (in the model)"),
@@ -299,6 +301,7 @@ class Weighted(nn.Module):
         super().__init__()
         config = cr.TableCompression(tt_ranks=2, min_rows=50, hot_rows=0.3)
         self.bags = cr.compress_(EmbeddingBagCollection(tables("place", "day", "user"), is_weighted=True), tables=config)
+        self.bags.bounds_check.mode = "ignore"
         for name, parameter in self.named_parameters():
             nn.init.normal_(parameter) if "hot_rows" in name else None
         self.table, self.bag = cr.TTEmbedding(60, DIM, tt_ranks=2, padding_idx=0), cr.TTEmbeddingBag(60, DIM, mode="mean")
@@ -313,6 +316,7 @@ def test_weights_lists_and_empty_bags(tmp_path: Path) -> None:
     def arguments(rows: int, length: int) -> dict[str, Any]:
         ids = torch.arange(4 * rows * length).view(4, -1) % 7
         ids[1] = -1  # of "item", which isn't looked up
+        ids[3, :1] = 1000  # of "user", which counts as 0
         sparse = KeyedJaggedTensor(
             ["day", "item", "place", "user"], ids.flatten(), torch.rand(ids.numel()), lengths=torch.full((4 * rows,), length)
         )

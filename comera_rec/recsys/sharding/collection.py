@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.utils._pytree import register_pytree_node
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection, pad_vbe_kjt_lengths
@@ -75,7 +76,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
     Optimizers that were applied in backward are applied anew, without state, to the parameters of shards.
 
     Args:
-        module: the collection; its TT tables keep their values, unless they are on the meta device.
+        module: the collection; its tables keep their values, unless they are on the meta device.
         plan: parameter sharding of every table, by name.
         env: the processes.
         dense_sharder: shards the dense tables; its `qcomm_codecs_registry` encodes what all tables send.
@@ -145,6 +146,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in self._tables if t not in tables})
             fqn = append_prefix(module_fqn or "", "dense_bags")
             self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
+            _copy_weights_(self.dense_bags, module.dense_bags)  # TorchRec would draw new ones
             self._dense_keys = module.dense_keys()
         sharded = {name: bag for part in self._parts for name, bag in part.bags.items()}
         self.tt_bags = nn.ModuleDict({config.name: sharded[config.name] for config in tables if config.name in sharded})
@@ -294,6 +296,22 @@ def _require_possible(table: str, sharding: ParameterSharding, world_size: int) 
             f"table {table!r}: the plan gives it to process {_owner(sharding)}, but there are {world_size}: choose one "
             f"from 0 to {world_size - 1}"
         )
+
+
+@torch.no_grad()
+def _copy_weights_(sharded: nn.Module, whole: nn.Module) -> None:
+    """Give the parts of dense tables that this process has the values of the whole tables, unless these are on the meta device."""
+    values = whole.state_dict()
+    for name, weight in sharded.state_dict().items():
+        value = values[name]
+        if value.is_meta:
+            continue
+        if not isinstance(weight, ShardedTensor):
+            weight.copy_(value)
+            continue
+        for shard in weight.local_shards():
+            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.copy_(value[row : row + rows, column : column + columns])
 
 
 def _owner(sharding: ParameterSharding) -> int:

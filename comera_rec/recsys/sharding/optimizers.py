@@ -190,12 +190,12 @@ def load_optimizer_state_(model: nn.Module, optimizer: Optimizer, state: Mapping
     Raises:
         ValueError: if `state` lacks an entry, or the optimizer has no state to load it into, as Adam before its first step.
     """
-    entries, inner = list(_entries(model, optimizer)), unwrapped(optimizer)
-    has_state = any(group.get("momentum") != 0 for group in inner.param_groups)  # not SGD without momentum
-    trained = [each for group in inner.param_groups for each in group["params"] if each.requires_grad and not is_fused(each)]
+    entries, groups = list(_entries(model, optimizer)), [group for each in unwrapped(optimizer) for group in each.param_groups]
+    has_state = any(group.get("momentum") != 0 for group in groups)  # not SGD without momentum
+    trained = [each for group in groups for each in group["params"] if each.requires_grad and not is_fused(each)]
     if not entries and (state or (has_state and trained)):
         raise UserError(
-            f"the {type(inner).__name__} has no state yet to load into: let it take a step, load the model, and "
+            f"the {type(unwrapped(optimizer)[0]).__name__} has no state yet to load into: let it take a step, load the model, and "
             "then what optimizer_state returns"
         )
     for name, key, parameter, target in entries:
@@ -237,9 +237,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: dist.ProcessGroup 
 
 def _entries(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str, nn.Parameter, dict[str, Any]]]:
     """Yield name, key, parameter and the parameter's state, for each entry of it."""
-    states = unwrapped(optimizer).state
+    optimizers = unwrapped(optimizer)
     for name, parameter in model.named_parameters():
-        state = {} if is_fused(parameter) else states.get(parameter, {})
+        states = (each.state[parameter] for each in optimizers if parameter in each.state and not is_fused(parameter))
+        state: dict[str, Any] = next(states, {})
         for key in list(state):
             yield name, key, parameter, state
 

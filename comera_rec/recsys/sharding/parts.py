@@ -132,7 +132,7 @@ class Part(nn.Module):
         """
         if not self.is_pooled:
             assert isinstance(context, SequenceShardingContext)
-            context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
+            context.lengths_after_input_dist = features.lengths().view(len(features.keys()), features.stride())
         varies = context.variable_batch_per_feature
         strides = features.stride_per_key_per_rank() if varies else None
         size = [features.stride(), 0] if self.is_pooled else [0, self.tables[0].embedding_dim]
