@@ -126,9 +126,10 @@ class _Layout:
         cores = [table.cores for table in tables]
         order = len(cores[0])
         self._halves = [_half(tables, number) for number in range(0, order - 1, 2)] if order > 2 else []
-        with torch.inference_mode(False):  # or training couldn't use what an evaluation made
-            one = cores[0][0].new_ones(1, 1, 1, 1)
-        self._lasts = [each[-1] for each in cores] if order > 1 else [one] * len(tables)
+        self._lasts = [each[-1] for each in cores]
+        if order == 1:
+            with torch.inference_mode(False):  # or training couldn't use what an evaluation made
+                self._lasts = [cores[0][0].new_ones(1, 1, 1, 1)] * len(tables)
         self._diagonals = [table.diagonals[(order - 1) // 2] for table in tables if table.diagonals]
         self._pairs: Pairs | None = None
         if not self._halves:
