@@ -81,7 +81,7 @@ def require_same_run(
             f"{config.output} was trained on other rows than {config.data.path} holds: "
             "give the same data set, or choose another output"
         )
-    if after not in (None, known := record.get("after")):
+    if after not in (None, known := record.get("after", after)):  # records of earlier versions don't say
         started, not_after = (f"after step {each['step']} of {each['run']}" if each else "anew" for each in (known, after))
         raise UserError(
             f"{config.output} holds another run: it started {started}, not {not_after}; "

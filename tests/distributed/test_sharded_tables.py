@@ -199,6 +199,7 @@ def truncate(rank: int) -> list[Tensor]:
                 if isinstance(module, cr.TTEmbeddingBag):
                     module.rank_1[1:] = 0.0
         assert not optimizer_state(model.module, model.fused_optimizer)
+        assert nn.Parameter(torch.ones(1)) not in model.fused_optimizer.state
         truncate_ranks_(model, model.fused_optimizer, threshold=1e-3)
         rewrap_data_parallel_(model)
         before, after = train(model, 1, [rank])
@@ -271,7 +272,8 @@ def test_plans_and_optimizers_that_tt_tables_cannot_follow_are_refused() -> None
     run(2, refused)
 
 
-def names_and_order(rank: int) -> None:
+def names_and_order(rank: int) -> Tensor:
+    torch.manual_seed(rank)
     sharder: Any = cr.TTEmbeddingBagCollectionSharder()
     for kind in ("data_parallel", "row_wise"):
         small = EmbeddingBagConfig(name="small", num_embeddings=9, embedding_dim=8)
@@ -282,10 +284,13 @@ def names_and_order(rank: int) -> None:
         assert list(model.state_dict()) == list(before)
         for part in model.state_dict()["bags.dense_bags.embedding_bags.small.weight"].local_shards():
             assert torch.equal(part.tensor, before["bags.dense_bags.embedding_bags.small.weight"])
+    plan = dict.fromkeys(("t", "small"), data_parallel())
+    tables = shard_alone(cr.TTEmbeddingBagCollection([*configs, small]), plan, sharder=sharder)
+    return tables.state_dict()["dense_bags.embedding_bags.small.weight"]
 
 
 def test_torchrecs_composable_sharding_keeps_names_their_order_and_values() -> None:
-    run(2, names_and_order)
+    assert torch.equal(*run(2, names_and_order))
 
 
 def rows_and_gradients(kind: str, collection: str, precision: CommType) -> tuple[Tensor, Tensor]:

@@ -98,8 +98,9 @@ def train_replicas(rank: int) -> list[torch.Tensor]:
         model(ids).square().sum().backward()
         optimizer.step()
     trained = [parameter.detach().clone() for parameter in model.parameters()]
-    model.module[0].resize_ranks_([1] * len(model.module[0].shape.ranks))
-    refuse("TT ranks have changed since DistributedDataParallel wrapped the model", model, ids)
+    for replicas in (model, DistributedDataParallel(nn.Sequential(table()))):  # after the first forward, and before it
+        replicas.module[0].resize_ranks_([1] * len(replicas.module[0].shape.ranks))
+        refuse("TT ranks have changed since DistributedDataParallel wrapped the model", replicas, ids)
     return trained
 
 

@@ -432,9 +432,21 @@ def _averaged_parameters() -> dict[int, torch.Size]:
     if replicas is None:
         return {}
     if replicas not in _AVERAGED:
-        ignored = replicas.parameters_to_ignore
-        _AVERAGED[replicas] = {id(each): each.shape for name, each in replicas.module.named_parameters() if name not in ignored}
+        averaged = [each for name, each in replicas.module.named_parameters() if name not in replicas.parameters_to_ignore]
+        trained = [each for each in averaged if each.requires_grad]
+        facts = _torchs(replicas, "_get_ddp_logging_data")()  # of when it wrapped the model
+        if facts.get("num_parameter_tensors") == len(trained):
+            _require_wrapped(facts.get("total_parameter_size_bytes") == sum(each.nbytes for each in trained))
+        _AVERAGED[replicas] = {id(each): each.shape for each in averaged}
     return _AVERAGED[replicas]
+
+
+def _require_wrapped(has_same_sizes: bool) -> None:
+    if not has_same_sizes:
+        raise UserError(
+            "TT ranks have changed since DistributedDataParallel wrapped the model, so it would average no gradients of cores: "
+            "wrap the model again (DistributedModelParallel: rewrap_data_parallel_)"
+        )
 
 
 def _optimizers_of(parameters: Sequence[Tensor]) -> list[tuple[Optimizer, int] | None]:
@@ -445,11 +457,7 @@ def _optimizers_of(parameters: Sequence[Tensor]) -> list[tuple[Optimizer, int] |
     averaged = _averaged_parameters()
     optimizers: list[tuple[Optimizer, int] | None] = []
     for parameter in parameters:
-        if averaged.get(id(parameter), parameter.shape) != parameter.shape:
-            raise UserError(
-                "TT ranks have changed since DistributedDataParallel wrapped the model, so it would average no gradients of cores: "
-                "wrap the model again (DistributedModelParallel: rewrap_data_parallel_)"
-            )
+        _require_wrapped(not parameter.requires_grad or averaged.get(id(parameter), parameter.shape) == parameter.shape)
         # Reading __dict__ is faster than looking up attributes, and it is empty unless an optimizer was registered.
         attributes, optimizer = parameter.__dict__, None
         if attributes and parameter.requires_grad:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import register_pytree_node
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection, pad_vbe_kjt_lengths
@@ -146,7 +148,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in self._tables if t not in tables})
             fqn = append_prefix(module_fqn or "", "dense_bags")
             self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
-            _copy_weights_(self.dense_bags, module.dense_bags)  # TorchRec would draw new ones
+            _copy_weights_(self.dense_bags, module.dense_bags, group)  # TorchRec would draw new ones
             self._dense_keys = module.dense_keys()
         sharded = {name: bag for part in self._parts for name, bag in part.bags.items()}
         self.tt_bags = nn.ModuleDict({config.name: sharded[config.name] for config in tables if config.name in sharded})
@@ -299,19 +301,23 @@ def _require_possible(table: str, sharding: ParameterSharding, world_size: int) 
 
 
 @torch.no_grad()
-def _copy_weights_(sharded: nn.Module, whole: nn.Module) -> None:
+def _copy_weights_(sharded: nn.Module, whole: nn.Module, group: dist.ProcessGroup) -> None:
     """Give the parts of dense tables that this process has the values of the whole tables, unless these are on the meta device."""
     values = whole.state_dict()
     for name, weight in sharded.state_dict().items():
-        value = values[name]
+        value, parts = values[name], list[tuple[Tensor, Sequence[int]]]()
         if value.is_meta:
             continue
-        if not isinstance(weight, ShardedTensor):
+        if isinstance(weight, ShardedTensor):
+            parts = [(shard.tensor, shard.metadata.shard_offsets) for shard in weight.local_shards()]
+        elif isinstance(weight, DTensor):
+            local: Any = weight.to_local()
+            parts = list(zip(local.local_shards(), local.local_offsets(), strict=False))  # without shards, it has an offset
+        else:  # a replica
             weight.copy_(value)
-            continue
-        for shard in weight.local_shards():
-            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            shard.tensor.copy_(value[row : row + rows, column : column + columns])
+            dist.broadcast(weight, group=group, group_src=0)
+        for part, (row, column) in parts:
+            part.copy_(value[row : row + part.shape[0], column : column + part.shape[1]])
 
 
 def _owner(sharding: ParameterSharding) -> int:

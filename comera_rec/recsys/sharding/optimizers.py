@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.types import ShardedModule, ShardingType
 from torchrec.optim.fused import FusedOptimizer
 
 from comera_rec.nn import TTEmbeddingBag
@@ -60,6 +60,8 @@ class _States(Mapping[nn.Parameter, dict[str, Any]]):
         self._parameters, self._shown = parameters, shown
 
     def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
+        if not is_fused(parameter):
+            raise KeyError(parameter)
         state = optimizer_of(parameter).state[parameter]
         return {key: self._shown(parameter, value) for key, value in state.items()}
 
@@ -223,7 +225,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: dist.ProcessGroup 
     """
     inner = model.module if isinstance(model, DistributedModelParallel) else model
     sharded = [(path, module) for path, module in inner.named_modules() if isinstance(module, ShardedModule)]
-    names = {name for path, module in sharded for name in module.sharded_parameter_names(path)}
+    names, replicas = set[str](), set[str]()
+    for path, module in sharded:
+        own, plan = set(module.sharded_parameter_names(path)), getattr(module, "module_sharding_plan", {})
+        whole = {table for table, each in plan.items() if each.sharding_type == ShardingType.DATA_PARALLEL.value}
+        names, replicas = names | own, replicas | {name for name in own if name.split(".")[-2] in whole}
+    names -= replicas  # of dense tables, whose gradients TorchRec averages itself
     trained = [(name in names, parameter) for name, parameter in inner.named_parameters() if parameter.grad is not None]
     device = next((parameter.device for _, parameter in trained), torch.device("cpu"))
     squares = torch.zeros(2, device=device)  # of replicas, and of what this process alone has
