@@ -345,9 +345,8 @@ def mistakes(rank: int) -> None:
     for keys, key, bad, message in BAD_BATCHES:
         lengths = torch.tensor([int(name == key) for name in keys])
         refuse(message, model, KeyedJaggedTensor(keys, torch.tensor([bad]), lengths=lengths))
-    weighted = sharded(Case(MIXED, weighted=True))
     batch = KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), torch.ones(5, requires_grad=True), torch.ones(5).long())
-    refuse("keep tables behind feature processors dense", weighted, batch)
+    refuse("keep tables behind feature processors dense", sharded(Case(MIXED, weighted=True)), batch)
     strides = [[1], [0], [0], [0], [0]]
     with pytest.raises(ValueError, match="features have different batch sizes: give the KeyedJaggedTensor inverse indices, or"):
         model(KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), lengths=torch.tensor([5]), stride_per_key_per_rank=strides))

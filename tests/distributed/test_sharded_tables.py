@@ -216,8 +216,7 @@ def test_tables_learn_after_their_ranks_were_truncated() -> None:
 
 
 def clip(rank: int) -> list[Tensor]:
-    """Return, for each sharding type, the norms of gradients before and after they are clipped."""
-    norms = []
+    norms = []  # before and after clipping, for each sharding type
     for kind in KINDS.values():
         model = by_hand(Model("bags"), kind)
         look_up(model, ids(rank)).square().sum().backward()

@@ -25,6 +25,7 @@ from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
 from tests.training.run_folders import DENSE, call, validation
 
+TRAIN = ["train", "--config", "{config}"]
 MINIMAL = {"output": "runs/x", "data": {"path": "data"}}
 
 
@@ -207,7 +208,7 @@ def test_runs_of_other_data_are_refused(dense: Path, config_file: Path, tmp_path
         (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint: give a run's folder"),
         (["train", "--config", "{config}", "training.teacher={tmp}/nowhere"], "holds no checkpoint"),
         (["evaluate", "--checkpoint", "{tmp}", "--data", "{data}", "--split", "exam"], "split 'exam' is not in"),
-        (["train", "--config", "{config}", "ranks.early_steps=3", *DENSE], "tables nor linear layers have any: add ranks=none"),
+        ([*TRAIN, "ranks.early_steps=3", *DENSE], "neither tables nor linear layers have any: add ranks=none"),
         (["serve", "--model", "{tmp}"], "is a folder: give a MODEL.pt2 that `comera export` wrote from it"),
         (["report", "--run", "{tmp}/nowhere", "--truth", "{config}"], "is not what `comera synth` wrote beside its log"),
         (["train", "--config", "{data}/train/part-00000.parquet"], "can't be parsed"),

@@ -222,9 +222,10 @@ def test_what_does_not_follow_is_refused(days: Path, config_file: Path, tmp_path
     for steps in (1, 2):  # the same command resumes
         trained(config_file, days / "day_1", tmp_path / "next", "--after", first, f"training.steps={steps}")
     trained(config_file, days / "day_1", first, "training.steps=2")
+    other = ["optimizer.name=adagrad", "tables.tt_ranks=3"]
     for data, output, options, message in (
         ("other", "new", [], "other doesn't extend the vocabularies that"),
-        ("day_2", "new", ["optimizer.name=adagrad", "tables.tt_ranks=3"], "than the new run (in tables.tt_ranks, optimizer.name)"),
+        ("day_2", "new", other, "another config than the new run (in tables.tt_ranks, optimizer.name)"),
         ("day_1", "first", [], f"first holds another run: it started anew, not after step 2 of {first}; choose another output"),
         ("day_1", "next", [], f"it started after step 1 of {first}, not after step 2 of {first}; choose another output, or"),
     ):
