@@ -114,10 +114,10 @@ def test_outputs_stay_and_sizes_shrink() -> None:
 
 def test_the_threshold_is_about_magnitude_and_strict() -> None:
     model = TTEmbeddingBag(60, 16, tt_ranks=4)
-    with torch.no_grad():
-        model.rank_1.copy_(torch.tensor([[-2.0], [0.5], [-0.1], [0.49]]))
-    truncate_ranks_(model, threshold=0.5)
-    assert model.rank_1.flatten().tolist() == [-2.0, 0.5]
+    model.rank_1.data.copy_(torch.tensor([[-2.0], [0.5], [-0.1], [0.49]]))
+    for threshold in (0.5, 0.0):
+        truncate_ranks_(model, threshold=threshold)
+        assert model.rank_1.flatten().tolist() == [-2.0, 0.5]
     model.rank_1.data[1] = math.nan  # which must not look like a rank that is small
     truncate_ranks_(model, threshold=0.5)
     assert (float(model.rank_1[0].detach()), model.rank_1.isnan().tolist()) == (-2.0, [[False], [True]])
