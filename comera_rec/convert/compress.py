@@ -26,7 +26,7 @@ from comera_rec.nn import (
     parameter_owners,
     replace_modules_,
 )
-from comera_rec.nn.replacement import reason_for_dense_weight, require_values
+from comera_rec.nn.replacement import reason_to_stay_dense, require_no_optimizer, require_values
 from comera_rec.nn.tt_table import require_plain_rows
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
 from data_pipeline.errors import UserError
@@ -310,7 +310,7 @@ def _reasons_to_stay_dense(model: nn.Module, tables: Collection[_Table]) -> dict
 def _reason_to_stay_dense(
     table: _Table, owners: Mapping[Tensor, list[tuple[str, nn.Module]]], paths: Mapping[nn.Module, list[str]]
 ) -> str | None:
-    if reason := reason_for_dense_weight(table.layer, owners):
+    if reason := reason_to_stay_dense(table.layer, owners, is_called=table.collection is None):
         return reason
     if table.collection is not None:
         prefixes = tuple(f"{path}." if path else "" for path in paths[table.collection])
@@ -355,8 +355,7 @@ def _layer(layer: Any, configs: list[Any], replaced: list[_Replaced]) -> nn.Modu
 
 
 def _take_place_(table: TTTable, layer: nn.Embedding | nn.EmbeddingBag, name: str, replaced: list[_Replaced]) -> TTTable:
-    if hasattr(layer.weight, "_in_backward_optimizers"):
-        raise UserError(f"{name!r} has an optimizer in backward, which a TT table would not have: compress first, then apply it")
+    require_no_optimizer(layer.weight, name)
     keep_buffers_hooks_and_mode_(table.requires_grad_(layer.weight.requires_grad), layer)
     replaced.append((name, table, layer))
     return table

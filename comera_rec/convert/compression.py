@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from comera_rec.nn import HotRows, TTLinear, TTModule, TTTable
 
@@ -90,7 +91,7 @@ def compression_report(model: nn.Module) -> CompressionReport:
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     # DistributedModelParallel's `parameters` doesn't distinguish them.
-    return [parameter for parameter in module._parameters.values() if parameter is not None]
+    return [parameter for parameter in module._parameters.values() if parameter is not None and not is_lazy(parameter)]
 
 
 def _measure(name: str, module: nn.Module) -> LayerSize:

@@ -13,7 +13,7 @@ from torchrec.models.dlrm import InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from comera_rec.nn import TTLinear, TTModule, TTTable
+from comera_rec.nn import TTLinear, TTModule, TTTable, keep_buffers_hooks_and_mode_
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
 from comera_rec.recsys.dlrm import CrossNetwork, LearnedVector, PairwiseInteraction, StackedFeatures
 from data_pipeline.errors import UserError
@@ -45,7 +45,7 @@ def export_dense(model: nn.Module) -> nn.Module:
         if isinstance(module, TTLinear) and isinstance(dense, nn.Linear):
             dense.weight = weights.setdefault(module.core_0, dense.weight)  # layers that share cores share the weight
         if dense is not None:
-            memo[id(module)] = dense.train(module.training)
+            memo[id(module)] = keep_buffers_hooks_and_mode_(dense, module, copied=True)
             done.update(module.modules())
     return copy.deepcopy(model, memo)
 
@@ -107,5 +107,7 @@ def _dense_collection(module: TTEmbeddingBagCollection | TTEmbeddingCollection) 
         table: Any = tables[name]
         weight, trained = (table.dense_matrix(), table.core_0) if isinstance(table, TTTable) else (table.weight, table.weight)
         require_floats(weight)
+        if not isinstance(table, TTTable):
+            keep_buffers_hooks_and_mode_(layer, table, copied=True)
         layer.weight = nn.Parameter(weight.detach().clone().contiguous(), requires_grad=trained.requires_grad)
     return dense

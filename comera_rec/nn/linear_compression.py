@@ -14,7 +14,8 @@ from comera_rec.nn.replacement import (
     FilterFn,
     keep_buffers_hooks_and_mode_,
     parameter_owners,
-    reason_for_dense_weight,
+    reason_to_stay_dense,
+    require_no_optimizer,
     require_values,
 )
 from comera_rec.tt import TTShape, dense_cost, require_positive, tt_cost
@@ -119,17 +120,16 @@ def compressed_linears(
     reasons: dict[str, str] = {}
     for module, name in linears.items():
         decision = config.decide(module.in_features, module.out_features)
-        if decision.shape is not None and (reason := reason_for_dense_weight(module, owners, linears)):
+        if decision.shape is not None and (reason := reason_to_stay_dense(module, owners, linears)):
             decision = LinearDecision(None, f"stays dense: {reason}")
         _LOGGER.info("%s: %d x %d, %s", name, module.in_features, module.out_features, decision.reason)
         if decision.shape is None:
             reasons[name] = decision.reason.removeprefix("stays dense: ")
             continue
+        require_no_optimizer(module.weight, name)
         if init == "tt_svd":
             require_values(module.weight, name)
         layer = _compressed(module, decision.shape, init)
-        if module.bias is not None and len(owners.get(module.bias, ())) > 1:
-            layer.bias = module.bias
         if module.weight in layers:
             layer.tie_weight_(layers[module.weight])
         layers[module.weight] = replacements[module] = layer
@@ -140,7 +140,6 @@ def _compressed(module: nn.Linear, shape: TTShape, init: str) -> TTLinear:
     layer = TTLinear.from_dense(module, shape=shape) if init == "tt_svd" else TTLinear.like(module, shape=shape)
     for parameter in (*layer.cores(), *layer.rank_parameters()):
         parameter.requires_grad_(module.weight.requires_grad)
-    if layer.bias is not None:
-        layer.bias.requires_grad_(module.bias.requires_grad)
+    layer.bias = module.bias
     keep_buffers_hooks_and_mode_(layer, module)
     return layer

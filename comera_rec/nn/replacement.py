@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor, nn
@@ -27,12 +28,18 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def keep_buffers_hooks_and_mode_(module: nn.Module, replaced: nn.Module) -> nn.Module:
-    """Give a module the buffers, the hooks of calls, and the training mode of the one that it replaces; return the module."""
-    for name in _HOOKS:  # the same objects, so that handles still remove hooks
-        setattr(module, name, getattr(replaced, name))
+def keep_buffers_hooks_and_mode_(module: nn.Module, replaced: nn.Module, *, copied: bool = False) -> nn.Module:
+    """Give a module the buffers, the hooks of calls, and the training mode of the one that it replaces; return the module.
+
+    They are the same objects, so that handles still remove hooks; or, if the replaced module stays in use, copies.
+    """
+    take = copy.copy if copied else lambda kept: kept
+    for name in _HOOKS:
+        setattr(module, name, take(getattr(replaced, name)))
     for name, buffer in replaced.named_buffers(recurse=False):
-        module.register_buffer(name, buffer, persistent=name not in replaced._non_persistent_buffers_set)
+        if name != "row_order":  # a TT table's own
+            kept = buffer.clone() if copied else buffer
+            module.register_buffer(name, kept, persistent=name not in replaced._non_persistent_buffers_set)
     return module.train(replaced.training)
 
 
@@ -51,21 +58,41 @@ def replace_modules_(model: nn.Module, replacements: Mapping[nn.Module, nn.Modul
     return model
 
 
-def reason_for_dense_weight(
-    module: nn.Module, owners: Mapping[Tensor, list[tuple[str, nn.Module]]], alike: Collection[nn.Module] = ()
+def reason_to_stay_dense(
+    module: nn.Module,
+    owners: Mapping[Tensor, list[tuple[str, nn.Module]]],
+    alike: Collection[nn.Module] = (),
+    *,
+    is_called: bool = True,
 ) -> str | None:
-    """Return why a module's weight can't become that of a TT module, or None if it can.
+    """Return why a TT module can't take a dense module's place, or None if it can.
 
     Args:
         module: a dense module with a weight.
         owners: `parameter_owners` of the model.
         alike: modules that may share the weight.
+        is_called: whether the TT module is called as the dense one is, so that hooks of calls run.
     """
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from other parameters, as weight_norm, spectral_norm and pruning do"
+    others = [name for name, _ in (*module.named_parameters(), *module.named_children()) if name not in ("weight", "bias")]
+    if others:
+        return f"it also holds {others[0]!r}, which a TT module would not have"
+    if "forward" in vars(module):
+        return "its forward is another than that of its class"
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return "its weight has hooks, which a TT module's cores would not have"
+    if not is_called and any(getattr(module, name) for name in _HOOKS if name.endswith("hooks")):
+        return "it has hooks, but a collection doesn't call its TT tables"
     sharers = [name for name, owner in owners[weight] if owner is not module and owner not in alike]
     return f"its weight is also that of {sharers[0]!r}" if sharers else None
+
+
+def require_no_optimizer(weight: Tensor, name: str) -> None:
+    """Raise ValueError for a weight that an optimizer updates in backward."""
+    if hasattr(weight, "_in_backward_optimizers"):
+        raise UserError(f"{name!r} has an optimizer in backward, which a TT module would not have: compress first, then apply it")
 
 
 def require_values(weight: Tensor, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Backward passes that can't be differentiated themselves."""
+"""Derivatives that operators with a backward pass of their own don't have."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+
+
+def in_plain_torch() -> bool:
+    """Return whether torch.func or forward-mode derivatives are under way, which ignore gradients of registered operators."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

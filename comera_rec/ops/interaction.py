@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera_rec.ops.autocast import is_autocast_on
+from comera_rec.ops.derivatives import in_plain_torch
 from comera_rec.ops.native import ops
 
 
@@ -27,7 +28,7 @@ def interact(dense: Tensor, rows: Tensor, pairs: Tensor) -> Tensor:
         [B, N + P]: the dense features, then the products; these are computed in autocast's type where it is on.
     """
     is_float32 = dense.dtype == rows.dtype == torch.float32 and not is_autocast_on(dense.device)
-    is_transformed = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+    is_transformed = in_plain_torch() or torch.compiler.is_compiling()
     if dense.device.type == "cpu" and is_float32 and rows.numel() and not is_transformed:
         rows = rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
         interaction: Tensor = _Interaction.apply(dense.contiguous(), rows, pairs)

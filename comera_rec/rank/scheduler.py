@@ -27,7 +27,7 @@ from comera_rec.rank.config import RankConfig
 from comera_rec.rank.importance import NO_GRADIENTS, TaylorScores
 from comera_rec.rank.penalty import core_norm, size_surrogate
 from comera_rec.rank.selection import Masks, above_threshold, within_budget
-from comera_rec.rank.truncation import keep_ranks_, magnitudes_of, require_optimized
+from comera_rec.rank.truncation import keep_ranks_, magnitudes_of, require_known_states, require_optimized
 from comera_rec.rank.tt_modules import ModuleSummary, bytes_outside, gather_tt_modules, total_bytes, total_params
 from data_pipeline.errors import UserError
 
@@ -78,6 +78,7 @@ class RankScheduler:
             raise UserError(f"the model has no TT module{' that is trained' if modules else ''}: {remedy}")
         _require_gradients(self._modules.values(), config)
         require_optimized(self._modules, optimizer)
+        require_known_states(self._modules.values(), optimizer)
         self.optimizer = optimizer
         self.config = config
         self.stage = "early"
@@ -176,6 +177,8 @@ class RankScheduler:
         self.steps += 1
         if self.stage == "done":
             return False
+        if self.steps == 1:  # the optimizer has state now: before it has trained for long
+            require_known_states(self._modules.values(), self.optimizer)
         if self.stage == "late" and not self._prices_size:
             self._taylor.observe(self._total_of_shares if WORLD.several else None)
         early_ends = self.stage == "early" and self.steps >= self.config.early_steps

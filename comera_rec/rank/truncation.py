@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -117,12 +118,14 @@ def require_optimized(modules: Mapping[str, TTModule], optimizer: Optimizer) -> 
                 )
 
 
-def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | None) -> None:
+def require_known_states(modules: Iterable[TTModule], optimizer: Optimizer | None) -> None:
     """Raise ValueError unless all optimizer state of TT modules can follow a change of their ranks.
 
     State of the parameter's shape changes with it. Single numbers stay, and so does a number for each slice of a core, which
     row-wise Adagrad keeps; before its first step that optimizer has state of another shape, which it then replaces.
     """
+    if optimizer and any(isinstance(each, torch.optim.LBFGS) for each in unwrapped(optimizer)):
+        raise UserError("LBFGS keeps one state for all parameters: ranks can't change under it, use another optimizer")
     for parameter in (p for module in modules for p in (*module.cores(), *module.rank_parameters())):
         for each in _optimizers_of(parameter, optimizer):
             state = each.state.get(parameter, {})

@@ -23,6 +23,7 @@ from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
 from comera_rec.ops.bags import Slots, TableGroup, resolve_bags_impl, write_slots
 from comera_rec.ops.bags.kept import UntilChanged
 from comera_rec.ops.bags.updates import update_kinds
+from comera_rec.ops.derivatives import in_plain_torch
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.ops.plan.pairs import plan_pairs_of_bags
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig, require_valid
@@ -194,7 +195,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             and features.inverse_indices_or_none() is None
             and type(features.values()) is Tensor
             and not torch.compiler.is_compiling()
-            and not torch._C._are_functorch_transforms_active()
+            and not in_plain_torch()
         )
 
     def _shared_bags(self, lookups: Sequence[_Lookup], batch: FeatureBatch) -> Tensor:

@@ -243,7 +243,7 @@ def updated_in_backward(model: nn.Module) -> nn.Module:
 
 
 LINEARS = LinearCompression(tt_ranks=2, min_features=8, policy="always")
-NOTHING, IN_BACKWARD = "no table was compressed", "has an optimizer in backward, which a TT table would not have: compress first"
+NOTHING, IN_BACKWARD = "no table was compressed", "has an optimizer in backward, which a TT module would not have: compress first"
 ON_META = "is on the meta device, without values to start from"
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: compress_(nn.Linear(3, 3), tables=TABLES), f"{NOTHING}: the model has none that filter_fn accepts, or they are comp"),
@@ -260,6 +260,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: compress_(nn.Sequential(nn.Linear(64, 64, device="meta")), linears=LINEARS, init="tt_svd"), f"'0' {ON_META}"),
     (lambda: compress_(updated_in_backward(collection()), tables=TABLES), f"'t_user' {IN_BACKWARD}"),
     (lambda: compress_(updated_in_backward(nn.Sequential(nn.Embedding(400, 8))), tables=TABLES), f"'0' {IN_BACKWARD}"),
+    (lambda: compress_(updated_in_backward(nn.Sequential(nn.Linear(64, 64))), linears=LINEARS), f"'0' {IN_BACKWARD}"),
     (lambda: compress_(collection()), "neither tables nor linears is given"),
     (lambda: compress_(collection(), tables=TABLES, init="svd"), "init is 'svd': choose one of 'random', 'tt_svd'"),
     (lambda: TableCompression(tt_ranks=4, compression=10), "tt_ranks 4 and compression 10 are both given: give one of them"),
@@ -274,6 +275,38 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[str(k) for k in range(len(REFUSED))])
 def test_what_cannot_be_compressed_is_refused(make: Callable[[], object], message: str) -> None:
     refuse(message, make)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda layer: setattr(layer, "forward", lambda input: torch.zeros(1)), "its forward is another than that of its class"),
+        (lambda layer: layer.register_module("lora", nn.Linear(4, 4)), "it also holds 'lora.weight', which a TT module would not"),
+        (lambda layer: layer.register_parameter("scale", nn.Parameter(torch.ones(1))), "it also holds 'scale'"),
+        (lambda layer: layer.weight.register_hook(lambda gradient: 0 * gradient), "its weight has hooks"),
+        (lambda layer: layer.weight.register_post_accumulate_grad_hook(lambda weight: None), "its weight has hooks"),
+    ],
+)
+def test_layers_that_do_more_than_theirs_stay_dense(change: Callable[[nn.Module], object], reason: str) -> None:
+    for layer, options in ((nn.Linear(64, 64), {"linears": LINEARS}), (nn.Embedding(400, 16), {"tables": TABLES})):
+        change(layer)
+        refuse(rf"was compressed \('0': {reason}", compress_, nn.Sequential(layer), **options)
+
+
+def test_hooks_run_or_tables_stay_dense_and_exported_models_have_them() -> None:
+    model = nn.Sequential(collection())
+    features, before = random_jagged(LIMITS, 9), []
+    model[0].embedding_bags["t_user"].register_forward_hook(lambda module, inputs, output: before.append(1) or 0 * output)
+    model[0].register_forward_pre_hook(lambda module, inputs: before.append(2))
+    compress_(model, tables=TABLES)
+    assert list(model[0].tt_bags) == ["t_item"], "collections don't call TT tables, so hooks of theirs wouldn't run"
+    exported = export_dense(model)
+    for each in (model, exported):
+        assert not each(features)["user"].any()
+    assert before == [2, 1, 2, 1]
+    exported[0].register_forward_hook(lambda module, inputs, output: before.clear())
+    model(features)
+    assert before, "hooks of the copy are its own"
 
 
 def test_compressions_of_another_kind_are_refused() -> None:

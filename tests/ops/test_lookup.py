@@ -17,6 +17,7 @@ import torch
 from bag_tables import every_order, pool_arguments
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from comera_rec import TTEmbeddingBag
 from comera_rec.ops import plan_lookup, tt_bags
@@ -76,7 +77,7 @@ def test_fake_and_meta_tensors_get_the_right_shapes_and_gradients_their_cores_la
 
 
 @pytest.mark.parametrize(("mode", "order"), [("sum", 2), ("mean", 3), ("max", 4)])
-def test_torch_func_grad(mode: str, order: int) -> None:
+def test_torch_func_grad_and_forward_mode(mode: str, order: int) -> None:
     bag = bag_of(order, mode=mode)
     weights = torch.rand(7, requires_grad=True) if mode == "sum" else None
     inputs: dict[str, Tensor] = dict(bag.named_parameters())
@@ -90,6 +91,10 @@ def test_torch_func_grad(mode: str, order: int) -> None:
     actual = torch.func.grad(loss)({name: value.detach() for name, value in inputs.items()})
     expected = torch.autograd.grad(bag(*BATCH, weights).square().sum(), list(inputs.values()))
     torch.testing.assert_close([*actual.values()], [*expected])
+    tangents = {name: torch.randn_like(value) for name, value in inputs.items()}
+    with forward_ad.dual_level():
+        slope = forward_ad.unpack_dual(loss({n: forward_ad.make_dual(v.detach(), tangents[n]) for n, v in inputs.items()})).tangent
+    torch.testing.assert_close(slope, sum((tangents[name] * gradient).sum() for name, gradient in actual.items()))
 
 
 @pytest.mark.parametrize(("mode", "order"), [("sum", 2), ("weighted", 3), ("mean", 4), ("max", 2)])

@@ -18,6 +18,7 @@ from comera_rec.ops.bags import cpu, gpu, reference
 from comera_rec.ops.bags.cpu import Slots, write_slots
 from comera_rec.ops.bags.table import HotBlock, Table, TableGroup
 from comera_rec.ops.bags.updates import refuse_row_wise
+from comera_rec.ops.derivatives import in_plain_torch
 from comera_rec.ops.plan import LookupPlan, PairPlan
 from data_pipeline.errors import UserError
 
@@ -88,8 +89,8 @@ def tt_bags(
     group = tables if isinstance(tables, TableGroup) else TableGroup(tables)
     first, order = group.tables[0].cores[0], len(group.tables[0].cores)
     impl = resolve_bags_impl(impl, first.device, first.dtype, order)
-    if impl == "cpu" and torch._C._are_functorch_transforms_active():
-        impl = "reference"  # torch.func ignores gradients that are registered with torch.library
+    if impl == "cpu" and in_plain_torch():
+        impl = "reference"
     assert slots is None or (impl == "cpu" and mode != "max"), "only sums and means by the CPU operators are written into slots"
     offsets, weights = offsets.contiguous() if impl == "triton" else offsets.long().contiguous(), per_sample_weights
     if weights is not None:  # the CPU operator sums in float32, whatever the tables' type

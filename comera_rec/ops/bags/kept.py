@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from comera_rec.ops.bags.updates import UPDATING, active_replicas, are_same, hooks_in_backward
+from comera_rec.ops.derivatives import in_plain_torch
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class UntilChanged(Generic[T]):
 
     def get(self, parameters: list[Tensor], make: Callable[[], T]) -> T:
         """Return what `make` returned for these parameters, calling it if need be."""
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or in_plain_torch():
             return make()
         if self._kept is not None:
             before, facts, handles, made, _ = self._kept

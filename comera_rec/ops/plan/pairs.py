@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from comera_rec.ops.derivatives import in_plain_torch
 from comera_rec.ops.launch import ceil_div
 from comera_rec.ops.plan.reference import first_keys, kept, on_device
 from data_pipeline.errors import UserError
@@ -110,7 +111,7 @@ def _kept_starts(starts: tuple[int, ...], device: torch.device) -> Tensor:
 
 def is_transformed() -> bool:
     """Return whether a tracer or transform is active: it sees only registered operators, which take longer to call than kernels."""
-    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or in_plain_torch()
 
 
 def _join(ids: Sequence[Tensor]) -> Tensor:
