@@ -120,9 +120,11 @@ def _read(array: pa.Array | pa.ChunkedArray, column: Column, missing: tuple[str,
         array = pa.array([None if uuid is None else str(uuid) for uuid in array.to_pylist()], pa.large_string())
     if pa.types.is_dictionary(array.type):
         return _read_dictionary(array, column, missing)
-    if missing and _is_text(array.type):
-        array = array.cast(pa.large_binary())
-        array = pc.if_else(pc.is_in(array, pa.array([text.encode() for text in missing], array.type)), None, array)
+    is_text = _is_text(array.type)
+    if missing and (is_text or pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+        texts = (array if is_text else array.cast(pa.large_string())).cast(pa.large_binary())
+        is_missing = pc.is_in(texts, pa.array([text.encode() for text in missing], texts.type))
+        array = pc.if_else(is_missing, None, texts if is_text else array)
     try:
         match column.kind:
             case "label" | "integer" | "int64" | "float" | "weight" | "time":

@@ -41,10 +41,11 @@ def cooccurrence_vectors(values: np.ndarray, ends: np.ndarray, num_values: int, 
         return scale * (rows.T @ (rows @ (scale * x.ravel().astype(np.float32))))
 
     operator = LinearOperator((num_values, num_values), matvec=multiply, dtype=np.float32)
-    start = np.random.default_rng(seed).standard_normal(num_values).astype(np.float32)
-    eigenvalues, eigenvectors = eigsh(operator, k=min(COORDINATES, num_values - 1), which="LA", v0=start, tol=1e-3)
+    rng = np.random.default_rng(seed)
+    start = rng.standard_normal(num_values).astype(np.float32)
+    eigenvalues, eigenvectors = eigsh(operator, k=min(COORDINATES, num_values - 1), which="LA", v0=start, tol=1e-3, rng=rng)
     vectors = (eigenvectors * np.maximum(eigenvalues - 1, 0))[:, ::-1]  # the largest eigenvalue first
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     logarithms = np.log(np.maximum(counts, 1))
-    logarithms *= vectors.std() / max(logarithms.std(), 1e-12)
+    logarithms *= vectors.std() / (logarithms.std() if logarithms.std() > 1e-6 else 1.0)
     return np.column_stack([vectors, logarithms]).astype(np.float32)

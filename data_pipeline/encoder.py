@@ -182,13 +182,20 @@ def _cells(rows: Sequence[Mapping[str, Any]], column: Column, missing: Sequence[
     try:
         for row in rows:
             cell = row[column.name]
-            cells.append(read(None if missing and cell in missing else cell))
+            cells.append(read(None if missing and _as_text(cell) in missing else cell))
     except KeyError as error:
         raise UserError(f"row {len(cells)} has no {column.name}; give null where its value is missing") from error
     except ValueError as error:
         shown = _show(rows[len(cells)][column.name])
         raise UserError(f"row {len(cells)}: {column.name} is {shown}, which is not {expected}") from error
     return cells
+
+
+def _as_text(cell: Any) -> Any:
+    """Return a number as `missing` has it: 64.0 as "64"; other values as they are."""
+    if type(cell) is float and cell.is_integer():
+        cell = int(cell)
+    return str(cell) if type(cell) in (int, float) else cell
 
 
 def _columns(columns: list[list[Any]], rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

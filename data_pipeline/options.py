@@ -115,7 +115,7 @@ class PreprocessOptions(PassOptions, Splitting):
 
     Args:
         schema: the logs' columns; None for Criteo's, with or without label as the first log's lines have it.
-        min_count: a category value needs this many training rows to get an id; rarer values share id 0. The default of 2
+        min_count: how often a category value must occur in training rows to get an id; rarer values share id 0. The default of 2
             leaves out values seen once: they say nothing about other rows, while together they train the row of id 0, which
             every value unseen in training will use.
         min_counts: the same for single columns, by name.

@@ -8,7 +8,6 @@ groups that together fill a part, or a range of rows of a larger group; this div
 
 from __future__ import annotations
 
-import bz2
 import csv
 import gzip
 import itertools
@@ -19,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedIOBase
+from io import BufferedIOBase, RawIOBase
 from typing import Any
 
 import pyarrow as pa
@@ -40,14 +39,15 @@ _MAGICS: dict[str, tuple[bytes, ...]] = {  # how compressed logs begin; three le
 }
 _OPEN: dict[str, Callable[[Any], Any]] = {
     "gzip": gzip.open,
-    "bzip2": bz2.open,
-    "xz": lzma.open,
+    "bzip2": lambda file: pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "bz2"),
+    "xz": lambda file: _XzText(file),
     "zstd": lambda file: pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"),
 }
-_DAMAGED = re.compile("ZSTD|compressed stream|Invalid data stream")  # in OSErrors of Arrow and bz2, beside those of reading
+_DAMAGED = re.compile("ZSTD|bz2|compressed stream")  # in Arrow's OSErrors, beside those of reading
 _UNREADABLE = {b"PK\3\4": "a zip archive", b"\xff\xfe": "text in UTF-16", b"\xfe\xff": "text in UTF-16"}
 _PARQUET_MAGIC = b"PAR1"
 _MAGIC_BYTES = 6
+_XZ_BLOCK = 1 << 18
 _BATCH_ROWS = 1 << 16
 _LEAST_CELL_BYTES = 8  # assumed of a decoded cell if its encoded form is smaller
 Skip = Callable[[int], bool]
@@ -137,6 +137,10 @@ def check_layout(log: Source, schema: LogSchema) -> Layout | None:
         ValueError: a column is missing or appears more than once.
     """
     layout = layout_of(log, schema)
+    if layout is None and len({column.source for column in schema.columns}) < len(schema.columns):
+        raise UserError(
+            f"two columns of the schema have one name in {log}, which names none; leave out `column`, or set header = true"
+        )
     names = layout if isinstance(layout, tuple) else ()
     counts = Counter(names)
     for column in schema.columns if isinstance(layout, tuple) else ():
@@ -191,6 +195,31 @@ def _decompressed(source: Source, name: str) -> Iterator[BufferedIOBase]:
             if isinstance(error, OSError) and not (isinstance(error, gzip.BadGzipFile) or _DAMAGED.search(str(error))):
                 raise
             raise UserError(f"{source}: damaged {name} ({error}); fetch or compress it again") from error
+
+
+class _XzText(RawIOBase):
+    """The text of an xz file's streams. `lzma.LZMAFile` ends where another stream is damaged, as if the file ended there."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__()
+        self._file, self._stream = file, lzma.LZMADecompressor(lzma.FORMAT_XZ)
+
+    def readinto(self, buffer: Any) -> int:
+        text = b""
+        while not text:
+            block = self._file.read(_XZ_BLOCK) if self._stream.eof or self._stream.needs_input else b""
+            if self._stream.eof:
+                following = (self._stream.unused_data + block).lstrip(b"\0")  # streams may be padded
+                if not block and not following:
+                    return 0
+                if not following:
+                    continue
+                self._stream, block = lzma.LZMADecompressor(lzma.FORMAT_XZ), following
+            elif self._stream.needs_input and not block:
+                raise EOFError("it ends within a stream")
+            text = self._stream.decompress(block, len(buffer))
+        buffer[: len(text)] = text
+        return len(text)
 
 
 def _magic(log: Source) -> bytes:

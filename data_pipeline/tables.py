@@ -48,8 +48,8 @@ def json_types(text: bytes, schema: LogSchema) -> pa.Schema:
         except (ValueError, RecursionError):  # reported when the line is parsed
             continue
         for name, values in seen.items():
-            if isinstance(row, dict) and row.get(name) is not None:
-                values.append(row[name])
+            if isinstance(row, dict) and (value := row.get(name)) is not None and value == value:  # NaN isn't
+                values.append(value)
     kinds = {column.source: column for column in reversed(columns)}
     return pa.schema([(name, _json_type(values, kinds[name])) for name, values in seen.items()])
 
@@ -155,8 +155,11 @@ def _csv_reader(schema: LogSchema, names: Sequence[str], sources: Sequence[str])
     convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(used, pa.binary()), include_columns=used, null_values=[])
 
     def read(text: bytes) -> pa.Table:
+        text = BOM + text if text.startswith(BOM) else text  # Arrow drops one, wherever in the log this text begins
         options = pa_csv.ReadOptions(column_names=numbers, use_threads=False, block_size=len(text) + 1)
-        return pa_csv.read_csv(io.BytesIO(text), options, parse, convert).rename_columns(list(sources))
+        rows = pa_csv.read_csv(io.BytesIO(text), options, parse, convert).rename_columns(list(sources))
+        is_open = len(rows) and any(column[-1].as_py().endswith(b"\n") for column in rows.columns)  # within quotes
+        return rows.slice(0, len(rows) - 1) if is_open else rows
 
     return read
 

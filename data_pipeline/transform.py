@@ -32,7 +32,7 @@ from data_pipeline.manifest import (
     write_manifest,
 )
 from data_pipeline.options import PassOptions
-from data_pipeline.schema import LogSchema
+from data_pipeline.schema import Kind, LogSchema
 from data_pipeline.splits import Splitting
 from data_pipeline.vocabulary import extend_vocabulary, fit_counted
 from data_pipeline.work import Tell
@@ -70,16 +70,22 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
         OSError: the output cannot be written.
     """
     source = read_manifest(options.data)
-    schema = schema_of_new_logs(source, options.data, options.inputs[0], given=options.schema)
+    schema, *others = (schema_of_new_logs(source, options.data, log, given=options.schema) for log in options.inputs)
+    kinds: tuple[Kind, ...] = ("label", "weight", "time")
+    for log, other in zip(options.inputs[1:], others, strict=True):
+        if other.of_kind(*kinds) != schema.of_kind(*kinds):
+            raise UserError(f"`input` {log} has other labels, weights or times than {options.inputs[0]}; transform them separately")
     split: dict[str, Any] = {"split": options.split}
     if options.split == "source":
         split = {option.name: source.options[option.name] for option in fields(Splitting) if option.name in source.options}
-    origin = Transformed(data=str(options.data), manifest_sha256=file_sha256(options.data / MANIFEST_NAME))
+    origin = Transformed(data=str(options.data.absolute()), manifest_sha256=file_sha256(options.data / MANIFEST_NAME))
     identity = split | {"vocabularies": origin.manifest_sha256, "part_bytes": options.part_bytes, "extend": options.extend}
     counted = [number for number, column in enumerate(source.categorical_columns) if column.vocabulary and options.extend]
     with open_job(options, schema, Splitting(**split), counted=counted, identity=identity, tell=tell) as job:
         recorded = split | {"part_bytes": options.part_bytes, "max_bad_rows": options.max_bad_rows}
         manifest = replace(_run(job, source, options.data), transformed=origin, options=recorded)
+        if options.schema is None:  # later logs may have the labels that these lack
+            manifest = replace(manifest, log=source.log)
         write_manifest(manifest, job.work.data)
     return manifest
 

@@ -146,7 +146,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     "min_counts",
     multiple=True,
     metavar="N|COLUMN=N",
-    help="Training rows in which a category value must occur to get an id; rarer values are 0. Repeatable.  [default: 2]",
+    help="How often a category value must occur in training rows to get an id; rarer values are 0. Repeatable.  [default: 2]",
 )
 @click.option(
     "--order",

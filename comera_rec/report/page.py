@@ -115,9 +115,12 @@ def summary_table(runs: list[Run]) -> str:
     """Return the comparison as text, one line per run, followed by a line that relates it to the dense run."""
     baseline = _baseline(runs)
     rows = [["run", *(column.title for column in COLUMNS)]]
+    splits = {run.value("split") for run in runs if run.result}
     for run in runs:
         cells = [_cell(column, run, baseline) for column in COLUMNS]
-        rows.append([run.name if run.result else f"{run.name} (step {run.step}, not finished)", *(value for value, _ in cells)])
+        split = f" ({run.value('split')} split)" if len(splits) > 1 else ""
+        name = f"{run.name}{split}" if run.result else f"{run.name} (step {run.step}, not finished)"
+        rows.append([name, *(value for value, _ in cells)])
         if any(relative for _, relative in cells):
             rows.append([f"  vs {BASELINE}", *(relative or "-" for _, relative in cells)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,7 @@ from comera_rec.ops.native import LIBRARY
 from data_pipeline.errors import UserError
 from data_pipeline.schema import LABEL
 
+log = logging.getLogger("comera_rec.serving")
 FORMAT_VERSION = 3  # 1 had no checksum; 2 only models of `comera train`
 METADATA, WEIGHTS = "extra/comera_rec.json", "data/weights.pt"  # in the archive's folder
 OPERATOR = "served_bags"  # the operator that the form "fast" calls
@@ -301,6 +303,18 @@ class ServingModel:
                     f"{path} can't be loaded ({reason}): it was written by comera-rec {version} on torch "
                     f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the model again on this machine"
                 ) from error
+
+    def update_from_beside(self) -> bool:
+        """Take the weights of MODEL.weights beside the package, and return whether there are some; log it if they don't fit."""
+        path = self.path.with_suffix(".weights")
+        if not path.exists():
+            return False
+        try:
+            self.update(path)
+        except ValueError as error:  # weights of the former package
+            log.warning("%s", error)
+            return False
+        return True
 
     def update(self, path: str | Path) -> None:
         """Replace the weights by those of MODEL.weights, between two calls of any threads; errors as `read_weights`."""

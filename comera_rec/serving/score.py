@@ -87,7 +87,8 @@ def score(options: ScoreOptions, tell: Callable[[str], None] = lambda line: None
         encoder = open_encoder(manifest.integer_columns, manifest.categorical_columns, data, schema)
         work, settings = partial(_score_lines, options.model, encoder), {"data": str(data)}
     workers = min(options.threads, sum(count_parts(log, options.part_bytes) or 1 for log in options.inputs))
-    identity = {"model": file_sha256(options.model)} | settings | {"part_bytes": options.part_bytes}
+    files = [path for path in (options.model, options.model.with_suffix(".weights")) if path.exists()]
+    identity = {"model": [file_sha256(path) for path in files]} | settings | {"part_bytes": options.part_bytes}
     with (
         _executor(workers) as executor,
         open_job(options, schema, Splitting(), files=None, identity=identity, tell=tell, executor=executor) as job,
@@ -132,7 +133,9 @@ def _score_rows(model: Path, manifest: Manifest, job: Job, part: Part, _: None) 
 
 @cache
 def _load(model: Path) -> ServingModel:
-    return ServingModel(model, threads=1)
+    loaded = ServingModel(model, threads=1)
+    loaded.update_from_beside()
+    return loaded
 
 
 def _scores(path: Path, batches: Iterable[Flat]) -> dict[str, np.ndarray]:

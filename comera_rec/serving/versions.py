@@ -70,13 +70,8 @@ class ModelFile:
                 raise
             reason = str(error)
         version = Version(number=_number(self.path), model=model, encoder=encoder, reason=reason)
-        if self.weights.exists():
-            try:
-                number = _number(self.weights)
-                model.update(self.weights)
-                version.number = number
-            except ValueError as error:  # weights of the former package
-                log.warning("%s", error)
+        if model.update_from_beside():
+            version.number = _number(self.weights)
         return version
 
     async def watch(self, seconds: float) -> None:

@@ -28,7 +28,7 @@ from data_pipeline.manifest import Manifest
 from data_pipeline.schema import LABEL
 
 _OF_FEW = 0.5
-"""Share of occurrences that the most frequent twentieth of the values must have for hot rows, if ids are in order of similarity."""
+"""Share of occurrences that the most frequent twentieth of the ids must have for hot rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,8 @@ def table_configs(config: RunConfig, schema: Schema) -> list[EmbeddingBagConfig]
     if config.tables.format == "tt":
         config.tables.require_tables([table.name for table in tables])
         compression: TablesConfig = config.tables
-        heads = [schema.heads[t.name] for t in tables if t.name in schema.heads and not compression.reason_to_stay_dense(t)]
+        names = [table.name for table in tables if not compression.reason_to_stay_dense(table)]
+        heads = [schema.heads.get(name, float(name in schema.vocabularies)) for name in names]  # hashes have no order
         if compression.hot_rows == "auto" and heads and fmean(heads) < _OF_FEW:
             compression = replace(compression, hot_rows=0)
         tables = compression.table_configs(tables)

@@ -52,7 +52,7 @@ def place(
     """
     lr = config.optimizer.lr_tables
     if WORLD.several and model is not None:
-        raise UserError("a given model trains on one process only: save it there, then resume from its folder on several")
+        raise UserError("a run that continues another one starts on one process: stop it by Ctrl-C, then repeat it on several")
     # On the meta device at first: so initial values don't depend on the number of processes, and dense tables, which may be too
     # large for one process, are made in shards on the processes that keep them.
     whole = materialize_(build_model(config, schema, device="meta"), device) if model is None else model.to(device)

@@ -115,6 +115,19 @@ def test_marks_of_missing_cells_are_empty_cells(tmp_path: Path, form: str) -> No
     assert flat.lengths.tolist() == [1, 1, 0, 0]
 
 
+def test_marks_of_missing_numbers(tmp_path: Path) -> None:
+    """Numbers are compared with marks by their text."""
+    (tmp_path / "log").write_text("0,-1,-1,-1\n1,5,0.5,-10\n")
+    kinds: dict[str, Kind] = {"y": "label", "x": "integer", "z": "float", "c": "category"}
+    schema = schema_of(kinds, format="csv", missing=("-1",))
+    make(tmp_path / "log", tmp_path / "data", schema=schema, min_count=1, val_fraction=0, test_fraction=0)
+    for rows in ([{"x": -1, "z": -1.0, "c": -1}], [{"x": None, "z": None, "c": None}]):
+        assert not any(part.any() for part in RequestEncoder(tmp_path / "data")(rows)[:2])
+    for array in (pa.array([-1, 5]), pa.array([-1.0, 5.0]), pa.array([-1, 5]).dictionary_encode()):
+        assert cells(array, ("-1", "x"), kind="category")[0] == [None, hash_text(b"5")]
+        assert cells(array, ("-1", "x"), kind="float")[0] == [None, 5]
+
+
 @pytest.mark.parametrize("kind", ["integer", "float", "hex"])
 def test_unknown_marks_of_missing_cells_name_the_setting(kind: str) -> None:
     _, reasons = cells(pa.array(["\\N"]), kind=kind)
@@ -200,6 +213,7 @@ def test_lines_of_json(line: bytes, reason: str | None) -> None:
         (b'{"a": 18446744073709551615, "l": "p|q", "n": "1.5"}\n', [pa.uint64(), pa.binary(), pa.binary()]),
         (b'{"a": true, "l": [true], "n": false}\n{broken\n', [pa.bool_(), pa.bool_(), pa.list_(pa.bool_())]),
         (b'{"a": 7, "l": [[1]]}\n{"a": 7.5}\n', [pa.float64(), pa.float64(), pa.list_(pa.binary())]),
+        (b'{"a": NaN, "n": NaN}\n{"a": "x"}\n', [pa.binary(), pa.float64(), pa.list_(pa.binary())]),
         (b"", [pa.binary(), pa.float64(), pa.list_(pa.binary())]),
     ],
 )

@@ -57,8 +57,13 @@ def as_frames(text: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     "compress",
-    [bz2.compress, lzma.compress, as_frames, lambda text: gzip.compress(text[:999]) + gzip.compress(text[999:])],
-    ids=["bzip2", "xz", "frames of zstd", "members of gzip"],
+    [
+        lambda text: bz2.compress(text[:999]) + bz2.compress(text[999:]),
+        lambda text: lzma.compress(text[:999]) + bytes(8) + lzma.compress(text[999:]) + bytes(4),
+        as_frames,
+        lambda text: gzip.compress(text[:999]) + gzip.compress(text[999:]),
+    ],
+    ids=["streams of bzip2", "padded streams of xz", "frames of zstd", "members of gzip"],
 )
 def test_compressed_logs(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     for name, content in (("plain", as_csv(ROWS)), ("compressed", compress(as_csv(ROWS)))):
@@ -95,6 +100,7 @@ b",5,f,x
 
 0,"a",5,f,x  y
 0,a\rb,5,f,x
+1,a",5,f,"x
 0,"""
 
 
@@ -108,7 +114,8 @@ def test_malformed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_
         6: "blank line",
         7: "tags 'x  y' is not a list of non-empty elements",
         8: "a carriage return within the line",
-        9: "2 columns where 5 are expected",
+        9: "a value doesn't end on its line, or others follow it",
+        10: "2 columns where 5 are expected",
     }
     log, data = tmp_path / "log.csv", tmp_path / "data"
     log.write_bytes(BAD_CSV)
@@ -136,10 +143,12 @@ def test_malformed_rows_of_parquet(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60)
-@given(lines=LINES, newline=st.sampled_from(["\n", "\r\n"]))
-def test_arrow_reads_what_the_parser_reads(lines: list[list[str]], newline: str) -> None:
+@given(lines=LINES, newline=st.sampled_from(["\n", "\r\n"]), mark=st.sampled_from(["", "\ufeff"]))
+def test_arrow_reads_what_the_parser_reads(lines: list[list[str]], newline: str, mark: str) -> None:
     lines = [[cell.replace('"', "").replace("\r", "") for cell in line] for line in lines]
-    text = "".join(",".join(row) + newline for line in lines for row in (line, *GOOD_ROWS)).encode()
+    text = (mark if lines else "").encode() + "".join(
+        ",".join(row) + newline for line in lines for row in (line, *GOOD_ROWS)
+    ).encode()
     names = tuple(column.name for column in OTHER.columns)
     expected = parse(np.frombuffer(text, np.uint8), OTHER)
     for schema in (OTHER, replace(OTHER, format="csv")):

@@ -164,6 +164,17 @@ def test_times_are_read_only_where_rows_are_split_by_them(visits: PreprocessOpti
     assert new.rows.written == 10
 
 
+def test_labels_return_after_a_day_without_them(visits: PreprocessOptions, tmp_path: Path) -> None:
+    preprocess(replace(visits, split="chronological", val_from=None, test_from=None))
+    labeled, unlabeled = tmp_path / "visits.csv", tmp_path / "unlabeled.csv"
+    unlabeled.write_text("who,page\nu,1\n")
+    for first, second in ((labeled, unlabeled), (unlabeled, labeled)):
+        options = TransformOptions(inputs=(first, second), data=visits.output, output=tmp_path / "both")
+        refuse(f"`input` {second} has other labels, weights or times than {first}; transform them separately", transform, options)
+    assert not transform(replace(options, inputs=(unlabeled,), output=tmp_path / "day1")).labels
+    assert transform(replace(options, inputs=(labeled,), data=tmp_path / "day1", output=tmp_path / "day2")).labels
+
+
 def to_options(data: Path, *logs: Path, **others: object) -> TransformOptions:
     return TransformOptions(inputs=logs, data=data, output=data.parent / "new", **others)  # type: ignore[arg-type]
 

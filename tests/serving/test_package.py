@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from refusals import refuse
@@ -23,6 +25,7 @@ import comera_rec as cr
 from comera_rec.serving.forms import serving_copy
 from comera_rec.serving.package import FORMAT_VERSION, METADATA, ServingModel, read_metadata
 from comera_rec.serving.runs import export_run
+from comera_rec.serving.score import ScoreOptions, flat_rows, score
 from comera_rec.serving.versions import ModelFile
 from comera_rec.serving.vocabularies import check_vocabularies
 from comera_rec.training.config import load_config
@@ -303,6 +306,11 @@ def test_the_server_takes_the_weights_of_its_package(
     assert not torch.allclose(scores, first, atol=1e-4)
     again = ModelFile(path, data=None, threads=1).current
     assert (again.number, again.model(*request_of(3))[0].tolist()) == (file.current.number, scores.tolist())
+    data, written = trained.parent / "data", tmp_path / "scores.parquet"
+    score(ScoreOptions(model=path, inputs=(data,), output=written))
+    rows = pq.read_table(data / read_manifest(data).splits["test"].shards[0].path)
+    of_rows = again.model(*map(torch.from_numpy, flat_rows(rows, read_manifest(data))))[0].numpy()
+    np.testing.assert_allclose(pq.read_table(written)["score"].to_numpy()[: len(rows)], of_rows, atol=1e-6)
 
     (tmp_path / "broken").write_bytes(b"odd")
     asyncio.run(watch(lambda: (tmp_path / "broken").rename(path)))

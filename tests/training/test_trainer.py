@@ -318,12 +318,17 @@ def test_damaged_vectors_and_counts_are_named(config_file: Path, ordered: Path, 
         refuse(message, run, config_file, f"data.path={data}", "tables.start=vectors")
 
 
-@pytest.mark.parametrize(("heads", "has_hot_rows"), [({}, True), ({"C1": 0.7, "C2": 0.4}, True), ({"C1": 0.55, "C2": 0.4}, False)])
+@pytest.mark.parametrize(
+    ("ordered", "heads", "has_hot_rows"),
+    [(True, {}, True), (False, {}, False), (True, {"C1": 0.7, "C2": 0.4}, True), (True, {"C1": 0.55, "C2": 0.4}, False)],
+)
 def test_hot_rows_are_for_ids_of_which_few_make_up_most_lookups(
-    config_file: Path, heads: dict[str, float], has_hot_rows: bool
+    config_file: Path, ordered: bool, heads: dict[str, float], has_hot_rows: bool
 ) -> None:
     config = load_config(config_file, ["tables.compression=10", "tables.tt_ranks=none", "tables.min_rows=100"])
-    tables = table_configs(config, Schema(dense=("I1",), sparse={"C1": 20_000, "C2": 9000, "C3": 50}, heads=heads | {"C3": 1.0}))
+    columns = {"C1": 20_000, "C2": 9000, "C3": 50}
+    vocabularies = dict.fromkeys(columns, "of ids in order") if ordered else {}
+    tables = table_configs(config, Schema(dense=("I1",), sparse=columns, vocabularies=vocabularies, heads=heads | {"C3": 1.0}))
     assert [bool(getattr(table, "hot_rows", ())) for table in tables] == [has_hot_rows, has_hot_rows, False]
 
 
