@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from in_backward import RowWiseAdagrad
+from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward
 from processes import run as run_processes
 from refusals import refuse
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.optim import apply_optimizer_in_backward
 
@@ -111,12 +112,24 @@ def test_replicas_stay_equal_under_distributed_data_parallel() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_a_core_with_a_gradient_from_elsewhere_is_not_stepped_twice() -> None:
+@pytest.mark.parametrize("applied", [False, True])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda table: TiedProjection(table)(table(torch.arange(8))).square().mean(),
+        lambda table: table(torch.arange(8)).square().mean() + table.core_0.square().mean(),
+        lambda table: table.core_0.square().mean() + table(torch.arange(8)).square().mean(),
+    ],
+)
+def test_a_core_with_a_gradient_from_elsewhere_is_not_stepped_twice(loss: Callable[[TTEmbedding], Tensor], applied: bool) -> None:
     embedding = TTEmbedding(1000, 16, tt_ranks=4)
-    head = TiedProjection(embedding)
-    optimizer = torch.optim.Adagrad([*embedding.parameters(), head.bias], lr=0.1)
-    update_in_backward_(nn.ModuleList([embedding, head]), optimizer)
-    refuse("a core that is updated in backward has a gradient", head(embedding(torch.arange(8))).square().mean().backward)
+    if applied:
+        _apply_optimizer_in_backward(torch.optim.Adam, embedding.parameters(), {"lr": 0.1})
+    else:
+        update_in_backward_(embedding, torch.optim.Adagrad(embedding.parameters(), lr=0.1))
+    for _ in range(2):
+        embedding(torch.arange(8)).sum().backward()
+    refuse("a core that is updated in backward has a gradient", loss(embedding).backward)
 
 
 @pytest.mark.parametrize("old", ["a gradient", "zeros"])

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from comera_rec.ops.bags.table import Table
 from data_pipeline.errors import UserError
@@ -54,6 +55,10 @@ _KINDS: dict[type[Optimizer], Kind] = {
 ROW_WISE = Kind("RowWiseAdagrad", 2, _ADAGRAD, {"maximize": False}, ("sum",))
 UPDATING = "_comera_updating"  # attribute of a parameter that an optimizer updates in backward
 _GRADIENT = attrgetter("grad")
+_TWICE = (
+    "a core that is updated in backward has a gradient, from another use of it, so its optimizer would take two steps: let this "
+    "table's cores get gradients, by update_in_backward_(table, None), and give them to an optimizer that steps afterwards"
+)
 IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # imported only if one is: that takes a second
 
 
@@ -95,6 +100,36 @@ def _group_of(core: nn.Parameter, optimizer: Optimizer) -> int | None:
     return None
 
 
+class _Uses:
+    """The last backward passes in which a lookup updated a parameter, and in which it had a gradient from another use."""
+
+    def __init__(self) -> None:
+        self._updated, self._had_gradient = -1, -1
+
+    def take_gradient(self, gradient: Tensor) -> None:
+        self._had_gradient = torch._C._current_graph_task_id()
+        self._require_one()
+
+    def take_update(self, backward: int) -> None:
+        self._updated = backward
+        self._require_one()
+
+    def _require_one(self) -> None:
+        if self._updated == self._had_gradient:
+            raise UserError(_TWICE)
+
+
+_USES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _uses_of(parameter: Tensor) -> _Uses:
+    if parameter not in _USES:
+        _USES[parameter] = _Uses()
+        parameter.register_hook(_USES[parameter].take_gradient)
+    uses: _Uses = _USES[parameter]
+    return uses
+
+
 class Updates:
     """Updates of a lookup's cores in backward, and of the diagonals if their optimizers are of the same kind.
 
@@ -117,6 +152,7 @@ class Updates:
         self.diagonals = None if diagonals is None else [diagonal.detach() for diagonal in diagonals]
         self.kind = kind
         self._parameters, self._optimizers = [*cores, *(diagonals or ())], optimizers
+        self._uses = [_uses_of(parameter) for parameter in self._parameters]
         names = [name for name in (*kind.settings, *kind.required) if name in self._groups()[0]]
         self._read: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*names)
         self._seen, self._are_possible = self._settings_now(), True
@@ -189,10 +225,10 @@ class Updates:
     def _count_and_states(self) -> tuple[Tensor | None, list[list[Tensor]]]:
         """Count a step; return the counts, if the kind has states, and the states by name, each of cores and then of diagonals."""
         if [*map(_GRADIENT, self._parameters)].count(None) < len(self._parameters):
-            raise UserError(
-                "a core that is updated in backward has a gradient, from another use of it, so its optimizer would take two steps: "
-                "let this table's cores get gradients, by update_in_backward_(table, None)"
-            )
+            raise UserError(_TWICE)
+        backward = torch._C._current_graph_task_id()
+        for uses in self._uses:
+            uses.take_update(backward)
         names = self.kind.states
         if not names:
             return None, self._states
