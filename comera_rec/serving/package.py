@@ -277,6 +277,7 @@ class ServingModel:
 
     Raises:
         ValueError: as `read_metadata`; if the file is damaged or can't be loaded, or this library lacks the operator that it calls.
+        OSError: if the temporary folder, in which it is unpacked, is full.
     """
 
     def __init__(self, path: str | Path, *, threads: int | None = None) -> None:
@@ -299,6 +300,10 @@ class ServingModel:
                 self.loader.run(self._zeros())  # initializes the model; fails if operators have changed since it was compiled
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
+                if "extract" in reason:
+                    raise OSError(
+                        f"{path} can't be unpacked ({reason}): free some space in the temporary folder, or set TMPDIR"
+                    ) from error
                 raise UserError(
                     f"{path} can't be loaded ({reason}): it was written by comera-rec {version} on torch "
                     f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the model again on this machine"
@@ -337,8 +342,8 @@ class ServingModel:
 
     def take(self, weights: dict[str, Tensor], metadata: ModelMetadata) -> None:
         """Replace all weights."""
-        self.loader.load_constants(weights, False, True, True)  # calls hold Python's lock, so none is under way
-        self._weights, self.metadata = weights, metadata  # the loader refers to these tensors
+        self.loader.load_constants(weights, False, True)  # copies them; calls hold Python's lock, so none is under way
+        self.metadata = metadata
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs, for the tensors that `metadata.names` names; lengths may be int32.

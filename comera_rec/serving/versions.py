@@ -77,14 +77,17 @@ class ModelFile:
     async def watch(self, seconds: float) -> None:
         """Check the files every `seconds` until canceled; load a new one, then switch to it.
 
-        A file that can't be loaded is reported once, and the present version stays.
+        A file that can't be loaded is reported once, and the present version stays. Where memory, descriptors or space lack, the
+        file is tried again.
         """
+        reported = ""
         while True:
             await asyncio.sleep(seconds)
             signature, weights = _stat(self.path) or self._signature, _stat(self.weights)
             is_package = signature != self._signature
             if not is_package and weights in (None, self._weights_signature):
                 continue
+            before = self._signature, self._weights_signature
             self._signature, self._weights_signature = signature, weights
             try:
                 if is_package:
@@ -95,9 +98,15 @@ class ModelFile:
                     self.current.model.take(*weights_read)  # in this thread, so that no call sees one without the other
                     self.current.number = number
             except Exception as error:  # whatever a broken file causes: the next one may be good
-                log.error("%s stays at version %s: %s", self.name, self.current.number, " ".join(str(error).split()))
-                self._observe("refused")
+                is_passing = isinstance(error, OSError | MemoryError)
+                if is_passing:
+                    self._signature, self._weights_signature = before
+                if not is_passing or str(error) != reported:
+                    log.error("%s stays at version %s: %s", self.name, self.current.number, " ".join(str(error).split()))
+                    self._observe("refused")
+                reported = str(error)
                 continue
+            reported = ""
             log.warning("%s is at version %s", self.name, self.current.number)
             self._observe("loaded")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import subprocess
@@ -259,6 +260,12 @@ def test_a_package_takes_new_weights(tmp_path: Path) -> None:
         package.update(tmp_path / "model.weights")
         torch.testing.assert_close(package(*TENSORS)[0], expected, rtol=1e-4, atol=0.2)
     assert float(ServingModel(tmp_path / "model.pt2")(*TENSORS)[0].abs().max()) == 0
+    counts = []
+    for _ in range(3):
+        package.update(tmp_path / "model.weights")
+        gc.collect()
+        counts.append(sum(type(each) is Tensor for each in gc.get_objects()))
+    assert counts[2] == counts[0], "former weights are freed"
 
     refuse(r"model\.weights has weights alone: give the MODEL\.pt2 that they are for", ServingModel, tmp_path / "model.weights")
     before = package(*TENSORS)[0]
@@ -298,8 +305,12 @@ def test_the_server_takes_the_weights_of_its_package(
             await asyncio.sleep(0.01)
         watching.cancel()
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServingModel, "read_weights", lambda *_: (_ for _ in ()).throw(OSError("too many open files")))
+        asyncio.run(watch(lambda: None))
+        assert observed == ["refused"]
     asyncio.run(watch(lambda: None))
-    assert observed == ["loaded"]
+    assert observed == ["loaded"], "as soon as there is room"
     assert started is file.current, "requests that wait get the new weights and their version"
     assert file.current.number == file_sha256(weights)[:12]
     scores = file.current.model(*request_of(3))[0]
