@@ -27,6 +27,7 @@ from comera_rec.nn import (
     replace_modules_,
 )
 from comera_rec.nn.replacement import reason_to_stay_dense, require_no_optimizer, require_values
+from comera_rec.nn.tt_module import std_of
 from comera_rec.nn.tt_table import require_plain_rows
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
 from data_pipeline.errors import UserError
@@ -340,6 +341,9 @@ def _collection(module: Any, configs: list[Any], replaced: list[_Replaced]) -> n
     layers = _layers(module)
     for name, bag in collection.embedding_bags.items():
         if isinstance(bag, TTEmbeddingBag):
+            if (std := std_of(layers[name].weight)) is not None:  # the config says how they were drawn
+                bag.std = std
+                bag.reset_parameters()
             _take_place_(bag.to(layers[name].weight.dtype), layers[name], name, replaced)
         else:
             _layers(collection.dense_bags)[name] = layers[name]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from comera_rec.nn.tracing import one_call_in_fx
-from comera_rec.nn.tt_module import TTModule
+from comera_rec.nn.tt_module import TTModule, std_of
 from comera_rec.ops import tt_linear
 from comera_rec.ops.autocast import is_autocast_on
 from comera_rec.tt import TTShape, require_positive
@@ -33,6 +33,7 @@ class TTLinear(TTModule):
             `TTShape.for_linear(in_features, out_features, tt_ranks=tt_ranks)`.
         tt_ranks: one rank for all bonds (where modes allow less, the largest they allow), or one for each; default 16. Give at most
             one of `shape` and `tt_ranks`.
+        std: standard deviation of the dense weight's entries at the start; default that of `nn.Linear`.
 
     Raises:
         ValueError: for sizes or ranks below 1, or a shape that is too small or mixes input and output modes.
@@ -52,6 +53,7 @@ class TTLinear(TTModule):
         *,
         shape: TTShape | None = None,
         tt_ranks: int | Sequence[int] | None = None,
+        std: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -60,7 +62,7 @@ class TTLinear(TTModule):
             raise UserError(f"shape {shape} and tt_ranks {tt_ranks} are both given: give one of them")
         shape = shape or TTShape.for_linear(in_features, out_features, tt_ranks=tt_ranks)
         self._num_input_modes = shape.num_input_modes
-        std = (3 * in_features) ** -0.5  # that of nn.Linear: uniform on +-1/sqrt(in_features)
+        std = (3 * in_features) ** -0.5 if std is None else std  # that of nn.Linear: uniform on +-1/sqrt(in_features)
         super().__init__(in_features, out_features, shape, std, device=device, dtype=dtype)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None)
         self.reset_parameters()
@@ -136,10 +138,10 @@ class TTLinear(TTModule):
 
     @classmethod
     def like(cls, module: nn.Linear, **sizes: Any) -> TTLinear:
-        """Return a random layer of a dense layer's features, device and dtype; `sizes`: shape or tt_ranks."""
+        """Return a random layer of a dense layer's features, standard deviation, device and dtype; `sizes`: shape or tt_ranks."""
         weight: Tensor = module.weight
-        has_bias = module.bias is not None
-        return cls(module.in_features, module.out_features, has_bias, **sizes, device=weight.device, dtype=weight.dtype)
+        has_bias, std = module.bias is not None, std_of(weight)
+        return cls(module.in_features, module.out_features, has_bias, **sizes, std=std, device=weight.device, dtype=weight.dtype)
 
     def to_dense(self) -> nn.Linear:
         """Return a `torch.nn.Linear` with the same weight and bias, frozen where this layer is."""

@@ -115,12 +115,15 @@ def compressed_linears(
         if type(module) is nn.Linear and (filter_fn is None or filter_fn(module, name))
     }
     owners = parameter_owners(model)
+    dense = {module: reason_to_stay_dense(module, owners, linears) for module in linears}
+    others = [module for module, reason in dense.items() if reason is None]
     replacements: dict[nn.Module, nn.Module] = {}
     layers: dict[Tensor, TTLinear] = {}  # by the weight that they replace
     reasons: dict[str, str] = {}
     for module, name in linears.items():
         decision = config.decide(module.in_features, module.out_features)
-        if decision.shape is not None and (reason := reason_to_stay_dense(module, owners, linears)):
+        # A layer that shares its weight with one that stays dense, does so too.
+        if decision.shape is not None and (reason := dense[module] or reason_to_stay_dense(module, owners, others)):
             decision = LinearDecision(None, f"stays dense: {reason}")
         _LOGGER.info("%s: %d x %d, %s", name, module.in_features, module.out_features, decision.reason)
         if decision.shape is None:

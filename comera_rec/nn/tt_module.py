@@ -206,6 +206,11 @@ class TTModule(nn.Module):
         return f"{self.num_rows}, {self.num_cols}, modes=[{modes}], ranks={self.shape.ranks}, params={self.shape.num_params}"
 
 
+def std_of(weight: Tensor) -> float | None:
+    """Return the standard deviation of a weight's entries; None for one on the meta device."""
+    return None if weight.is_meta else float(weight.detach().std(correction=0))
+
+
 def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
     """Give a parameter data of another shape, in place; its gradient is dropped.
 

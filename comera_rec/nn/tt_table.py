@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera_rec.nn.hot_rows import HotRows, require_blocks
-from comera_rec.nn.tt_module import TTModule
+from comera_rec.nn.tt_module import TTModule, std_of
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, plan_lookup
 from comera_rec.ops.bags import Table, TableGroup, require_bags_impl, resolve_bags_impl
 from comera_rec.ops.bags.kept import UntilChanged
@@ -204,9 +204,11 @@ class TTTable(TTModule):
         """
         require_plain_rows(module)
         weight: Tensor = module.weight
-        std = 1.0 if weight.is_meta else float(weight.detach().std(correction=0))  # without values, torch's default
+        std = std_of(weight)
         options = sizes | {name: getattr(module, name) for name in cls._KEPT}
-        return cls(len(weight), weight.shape[1], std=std, device=weight.device, dtype=weight.dtype, **options)
+        return cls(
+            len(weight), weight.shape[1], std=1.0 if std is None else std, device=weight.device, dtype=weight.dtype, **options
+        )
 
     def plan(self, ids: Tensor) -> LookupPlan | PairPlan:
         """Plan a lookup of ids of any shape.

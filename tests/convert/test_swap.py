@@ -181,10 +181,12 @@ def test_tt_tables_are_built_on_the_device_of_the_tables() -> None:
 @pytest.mark.parametrize("init_fn", [partial(nn.init.uniform_, a=-0.5, b=1.0), nn.init.xavier_uniform_, None])
 def test_the_spread_of_a_table_is_that_of_its_init_fn_or_values(init_fn: Callable[[Tensor], Tensor] | None) -> None:
     config = EmbeddingBagConfig(name="t", num_embeddings=40_000, embedding_dim=16, feature_names=["f"], init_fn=init_fn)
-    model = nn.ModuleDict({"bags": EmbeddingBagCollection([config]), "layer": nn.Embedding(5000, 32)})
-    nn.init.normal_(model["layer"].weight, std=0.02)
+    linear = nn.Linear(256, 256, bias=False)
+    model = nn.ModuleDict({"bags": EmbeddingBagCollection([config]), "layer": nn.Embedding(5000, 32), "linear": linear})
+    for weight in [model["layer"].weight, linear.weight, *([] if init_fn else model["bags"].parameters())]:
+        nn.init.normal_(weight, std=0.1)
     stds = [float(weight.detach().std()) for weight in model.parameters()]
-    compress_(model, tables=TableCompression(tt_ranks=16, min_rows=100))
+    compress_(model, tables=TableCompression(tt_ranks=16, min_rows=100), linears=LinearCompression(tt_ranks=16, policy="always"))
     assert [float(m.dense_matrix().detach().std()) for _, m in named_tt_modules(model)] == pytest.approx(stds, rel=0.2)
 
 
@@ -291,6 +293,15 @@ def test_layers_that_do_more_than_theirs_stay_dense(change: Callable[[nn.Module]
     for layer, options in ((nn.Linear(64, 64), {"linears": LINEARS}), (nn.Embedding(400, 16), {"tables": TABLES})):
         change(layer)
         refuse(rf"was compressed \('0': {reason}", compress_, nn.Sequential(layer), **options)
+
+
+def test_layers_that_share_a_weight_stay_dense_together() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    model[0].register_module("adapter", nn.Linear(4, 4))
+    compress_(model, linears=LINEARS)
+    assert model[1].weight is model[0].weight
+    assert isinstance(model[2], cr.TTLinear)
 
 
 def test_hooks_run_or_tables_stay_dense_and_exported_models_have_them() -> None:
