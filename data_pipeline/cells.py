@@ -20,7 +20,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed
 from data_pipeline.reference import mismatch
-from data_pipeline.schema import Column, Kind, LogSchema
+from data_pipeline.schema import NUMBERS, Column, Kind, LogSchema
 
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _INTEGER = r"^-?0*[0-9]{1,19}(\.0+)?$"
@@ -123,7 +123,8 @@ def _read(array: pa.Array | pa.ChunkedArray, column: Column, missing: tuple[str,
     is_text = _is_text(array.type)
     if missing and (is_text or pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
         texts = (array if is_text else array.cast(pa.large_string())).cast(pa.large_binary())
-        is_missing = pc.is_in(texts, pa.array([text.encode() for text in missing], texts.type))
+        shortest = pc.replace_substring_regex(texts, r"^([+-]?[0-9]+)\.0+$", r"\1") if column.kind in NUMBERS else texts
+        is_missing = pc.is_in(shortest, pa.array([text.encode() for text in missing], texts.type))
         array = pc.if_else(is_missing, None, texts if is_text else array)
     try:
         match column.kind:

@@ -40,7 +40,7 @@ KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # those that 
 Transform = Literal["log", "standardize", "none"]
 Format = Literal["text", "csv", "jsonl"]
 NOT_FEATURES: tuple[Kind, ...] = ("ignore", "label", "weight", "time")
-_NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
+NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
 _CATEGORIES: tuple[Kind, ...] = ("hex", "category", "list")
 _LONGEST_NAME = 150  # in bytes; file systems allow 255, and unfinished files have longer names
 _UNLABELED = len(INTEGERS) + len(CATEGORIES)
@@ -108,7 +108,7 @@ class LogSchema:
     @property
     def integers(self) -> tuple[str, ...]:
         """Names of the numeric columns of all kinds."""
-        return self.of_kind(*_NUMBERS)
+        return self.of_kind(*NUMBERS)
 
     @property
     def number_dtype(self) -> np.dtype:
@@ -229,7 +229,7 @@ def _column(name: str, entry: object) -> Column:
     kind = settings.get("kind")
     if kind not in get_args(Kind):
         raise UserError(f"{name}: kind {kind!r} is unknown; choose one of {', '.join(get_args(Kind))}")
-    allowed = {"kind", "column"} | ({"transform"} if kind in _NUMBERS else set())
+    allowed = {"kind", "column"} | ({"transform"} if kind in NUMBERS else set())
     allowed |= {"hash_buckets"} if kind in _CATEGORIES else set()
     allowed |= {"separator", "max_length"} if kind == "list" else set()
     _refuse_unknown(settings, allowed, f"{name}: ")

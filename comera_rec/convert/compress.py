@@ -177,7 +177,7 @@ def _compressed_tables(
     for name, why in reasons.items():
         _LOGGER.info("%s: stays as it is: %s", name, why)
     dense = {k for k, table in enumerate(tables) if k in shared or compression.reason_to_stay_dense(table.config)}
-    orders = _row_orders(row_order, [table for k, table in enumerate(tables) if k not in dense], compression, importance)
+    orders = _row_orders(row_order, tables, dense, compression, importance)
     of_orders = sum(
         4 * len(orders[name]) // table.layer.weight.element_size() for table in tables if (name := table.config.name) in orders
     )
@@ -208,18 +208,20 @@ def _compressed_tables(
 def _row_orders(
     row_order: Mapping[str, Tensor] | str | None,
     tables: Sequence[_Table],
+    dense: Collection[int],
     compression: TableCompression,
     importance: Mapping[str, Tensor] | None,
 ) -> Mapping[str, Tensor]:
-    """Return the row orders of the tables that become TT tables, by name."""
+    """Return the row orders of the tables that become TT tables, which those numbered `dense` do not, by name."""
     if row_order is None:
         return {}
+    compressed = [table for k, table in enumerate(tables) if k not in dense]
     if not isinstance(row_order, str):
         if unknown := row_order.keys() - {table.config.name for table in tables}:
-            raise UserError(f"row_order names {min(unknown)!r}, which is no table that is compressed: leave it out")
-        return row_order
+            raise UserError(f"row_order names {min(unknown)!r}, which is no table: leave it out")
+        return {name: row_order[name] for table in compressed if (name := table.config.name) in row_order}
     orders = {}
-    for table in tables:
+    for table in compressed:
         weight, config = table.layer.weight.detach(), table.config
         _require_finite(weight, config.name)
         weights = _row_weights(importance, config.name, len(weight))

@@ -140,6 +140,8 @@ def test_given_orders_count_in_the_compression() -> None:
     rows = {"groups": groups(4000), "other": torch.randn(4000, DIM)}
     order = similar_rows(rows["groups"])
     tables = cr.TableCompression(compression=6, min_rows=1)
+    only = cr.TableCompression(compression=1.5, min_rows=1, dense_tables=("other",))
+    assert sorted(cr.compress_(dense(rows), tables=only, row_order=dict.fromkeys(rows, order)).tt_bags) == ["groups"]
     model = cr.compress_(dense(rows), tables=tables, row_order={"groups": order})
     assert model.tt_bag("groups").row_order.equal(order.int())
     assert model.tt_bag("other").row_order is None

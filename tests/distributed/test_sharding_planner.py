@@ -16,7 +16,7 @@ from torchrec.distributed.types import ShardingEnv2D, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
 
 import comera_rec as cr
 from comera_rec.recsys import TTEmbeddingBagCollection
@@ -87,6 +87,12 @@ def test_managed_collisions_over_tt_tables_need_a_sharder() -> None:
     message = "sparse is a managed collision module: give TTManagedCollision"
     refuse(message, plan, managed)
     refuse(message, sharder.shard, managed.get_submodule(name), None, None, module_fqn=name)
+    sequences = cr.TTEmbeddingCollection(
+        [cr.TTEmbeddingConfig(name="users", num_embeddings=1000, embedding_dim=8, feature_names=["f"])]
+    )
+    managed["sparse"] = ManagedCollisionEmbeddingCollection(sequences, managed_collisions(sequences.embedding_configs()))
+    planner, sharders = cr.TTShardingPlanner(Topology(world_size=2, compute_device="cpu"), 8), [sharder, *get_default_sharders()]
+    refuse("sparse is a managed collision module of sequences", planner.plan, managed, sharders)
 
 
 def test_the_error_names_the_largest_tables_their_sizes_and_the_room() -> None:

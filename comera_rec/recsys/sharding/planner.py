@@ -96,6 +96,8 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         """Return the sharding plan of a model; see TorchRec."""
         for path, each in module.named_modules():
             inner = each._embedding_bag_collection if isinstance(each, FeatureProcessedEmbeddingBagCollection) else None
+            if isinstance(each, TTEmbeddingBagCollection):
+                managed_path(path, has_sharder=True)
             if isinstance(inner, TTEmbeddingBagCollection):
                 raise UserError(f"{path or 'the model'} has feature processors, which sharded TT tables send no gradients: {DENSE}")
         try:
