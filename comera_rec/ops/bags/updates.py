@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from comera_rec.ops.bags.table import Table
@@ -106,6 +107,7 @@ class _Uses:
     def __init__(self) -> None:
         self._updated, self._had_gradient = -1, -1
 
+    @unserializable_hook  # it is registered again where it is needed
     def take_gradient(self, gradient: Tensor) -> None:
         self._had_gradient = torch._C._current_graph_task_id()
         self._require_one()
