@@ -38,6 +38,7 @@ from comera_rec.training.start import StartingVectors
 from comera_rec.training.step import TrainingStep
 from comera_rec.training.stopping import Interrupted, StopSignals
 from data_pipeline.atomic import write_json
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import read_manifest
 
 _READERS = 8  # readers of a run's batches, which 1, 2, 4 and 8 processes can share equally
@@ -119,13 +120,17 @@ class Trainer:
         threads = 0 if self.device.type == "cpu" else _THREADS
         if shuffle:
             readers = math.lcm(world_size, math.gcd(_READERS, self.part_size * world_size))
-            return ParquetBatches(
+            batches = ParquetBatches(
                 data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows, seed=self.config.seed,
                 epochs=None, drop_last=True, process_rank=process_rank, world_size=world_size, readers=readers, threads=threads,
             )  # fmt: skip
-        return ParquetBatches(
-            data.path, split, batch_size=data.eval_batch_size, process_rank=process_rank, world_size=world_size, threads=threads
-        )
+        else:
+            batches = ParquetBatches(
+                data.path, split, batch_size=data.eval_batch_size, process_rank=process_rank, world_size=world_size, threads=threads
+            )
+        if fingerprint(batches.manifest) != fingerprint(self.manifest):  # its ids may mean other values
+            raise UserError(f"{data.path} was replaced during the run: put back the data set that was there, or start anew")
+        return batches
 
     # -- state ---------------------------------------------------------------------------------------------------------------
 

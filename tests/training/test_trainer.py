@@ -133,6 +133,7 @@ def test_a_run_resumes_with_moved_data_but_not_with_other_data_or_settings(
 
     manifest = json.loads((moved / "manifest.json").read_text())
     columns = manifest["categorical_columns"]
+    under_way = Trainer(load_config(config_file, [*elsewhere, f"output={tmp_path / 'new'}"]))
     for change, named in (
         (lambda: manifest["splits"]["train"]["shards"][0].update(sha256="0" * 64), "rows than .*moved holds: "),
         (lambda: columns[1]["vocabulary"].update(sha256="0" * 64), r"data than .* \(they differ in C2\): "),
@@ -142,6 +143,7 @@ def test_a_run_resumes_with_moved_data_but_not_with_other_data_or_settings(
         change()
         (moved / "manifest.json").write_text(json.dumps(manifest))
         refuse(rf"was trained on other {named}give the", run, config_file, *elsewhere)
+    refuse("moved was replaced during the run: put back the data set that was there", under_way.train)
 
 
 def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None:
