@@ -12,6 +12,7 @@ Every file is written under a temporary name, synced and renamed. A part's stati
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -111,6 +112,8 @@ def work_folder(
         remedy = "choose a writable place with enough space"
         if work.path.exists():
             remedy = "finished parts are kept: free up space or fix permissions, and run the same command again"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = "raise the limit (`ulimit -n`), and run the same command again"
         reason = os.strerror(error.errno) if error.errno else error  # without file names
         raise OSError(f"cannot write `output` {output}: {reason}; {remedy}") from error
 

@@ -45,12 +45,13 @@ from data_pipeline.sources import Source, join, open_ranges
 
 
 class RowRange(NamedTuple):
-    """Rows start:stop of one row group."""
+    """Rows start:stop of one row group, whose sizes tell whether its file was replaced since."""
 
     path: Source
     row_group: int
     start: int
     stop: int
+    sizes: tuple[int, ...]
 
 
 class ParquetBatches(IterableDataset[Batch]):
@@ -78,7 +79,7 @@ class ParquetBatches(IterableDataset[Batch]):
     Raises:
         ValueError: for an argument out of range, an unlabeled data set, an empty split, fewer rows than one batch needs, or a shard
             that does not match the manifest. While iterating: for an id outside its table, a label other than 0 or 1,
-            a weight below 0 or not finite, or an empty cell.
+            a weight below 0 or not finite, an empty cell, or a shard that was replaced.
     """
 
     def __init__(
@@ -256,10 +257,14 @@ class ParquetBatches(IterableDataset[Batch]):
         try:
             is_local = isinstance(span.path, Path)
             with pq.ParquetFile(open_ranges(span.path), memory_map=is_local, pre_buffer=not is_local) as file:
-                # Decoding runs outside Python's lock, so a training thread beside this one is not delayed.
-                table = file.read_row_group(span.row_group, columns=self._columns).slice(span.start, span.stop - span.start)
+                table = None
+                if span.row_group < file.num_row_groups and _sizes(file.metadata, span.row_group) == span.sizes:
+                    # Decoding runs outside Python's lock, so a training thread beside this one is not delayed.
+                    table = file.read_row_group(span.row_group, columns=self._columns).slice(span.start, span.stop - span.start)
         except (OSError, pa.ArrowInvalid) as error:
             raise UserError(f"{span.path}, row group {span.row_group}, cannot be read ({error}); {REMEDY}") from error
+        if table is None or table.num_columns < len(self._columns):
+            raise UserError(f"{span.path} was replaced while it was in use; put back the file that was there, or start anew")
         rows = table.combine_chunks().to_batches()[0]
         for name in self._columns:
             cells = rows.column(name)
@@ -368,5 +373,13 @@ def _row_groups(manifest: Manifest, data: Source, split: str) -> list[RowRange]:
                 raise UserError(
                     f"{path}: column {name} is of type {schema.field(name).type}, which training does not read; {REMEDY}"
                 )
-        ranges += [RowRange(path, group, 0, footer.row_group(group).num_rows) for group in range(footer.num_row_groups)]
+        sizes = [_sizes(footer, group) for group in range(footer.num_row_groups)]
+        ranges += [RowRange(path, group, 0, of_group[0], of_group) for group, of_group in enumerate(sizes)]
     return [rows for rows in ranges if rows.stop]
+
+
+def _sizes(footer: pq.FileMetaData, number: int) -> tuple[int, ...]:
+    """Return a row group's rows, bytes, and about where it ends, which depends on the compressed bytes of all groups up to it."""
+    group = footer.row_group(number)
+    last = group.column(group.num_columns - 1)
+    return group.num_rows, group.total_byte_size, last.data_page_offset + last.total_compressed_size

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import shutil
 import tempfile
@@ -163,8 +164,14 @@ class Checkpoint:
 def _mapped(size: torch.Size, dtype: torch.dtype) -> Tensor:
     if not size.numel():
         return torch.empty(size, dtype=dtype)
-    with tempfile.NamedTemporaryFile() as file:
-        return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)
+    needed = size.numel() * dtype.itemsize
+    try:
+        with tempfile.NamedTemporaryFile() as file:
+            os.posix_fallocate(file.fileno(), 0, needed)  # or a write where there is no space ends the process
+            return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)
+    except OSError as error:
+        reason = f"no {needed:,} bytes for a tensor in {tempfile.gettempdir()} ({error.strerror})"
+        raise UserError(f"{reason}: set TMPDIR to a larger folder") from error
 
 
 class _Unpickler(pickle.Unpickler):

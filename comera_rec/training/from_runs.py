@@ -51,7 +51,8 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
     importance = {name.removeprefix("tables/").removesuffix("/momentum1"): value for name, value in sums.items()}
     copy_weights_(model, dense_weights, _table_budget(config, schema), importance)
     trainer = Trainer(config, model)
-    trainer.save()
+    with trainer.locked():
+        trainer.save()
     return trainer
 
 
@@ -124,5 +125,6 @@ def start_after(run: Path, config: RunConfig) -> dict[str, Any]:
     trainer.state.load(checkpoint, grown=True)
     if trainer.scheduler:
         trainer.scheduler.load_state_dict(checkpoint.record["scheduler"])
-    trainer.save()
+    with trainer.locked():
+        trainer.save()
     return after

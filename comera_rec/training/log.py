@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +33,35 @@ class MetricsLog:
         with replacing(path) as beside:
             beside.write_text("".join(f"{line}\n" for line in lines if _is_before(line, step, evaluated)))
         self._file = path.open("a")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)
+        self._board: SummaryWriter | None = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line, and the numbers among its values to TensorBoard."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
         group = f"{kind}/{values['split']}" if kind == "eval" else kind
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(f"{group}/{name}", value, step)
-        for name, ranks in values.get("ranks", {}).items():
-            self._board.add_scalar(f"rank/{name}", sum(ranks) / max(1, len(ranks)), step)
+        numbers = {f"{group}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        numbers |= {f"rank/{name}": sum(ranks) / max(1, len(ranks)) for name, ranks in values.get("ranks", {}).items()}
+
+        def add(board: SummaryWriter) -> None:
+            for name, value in numbers.items():
+                board.add_scalar(name, value, step)
+
+        self._let_board(add)
 
     def close(self) -> None:
         """Flush and close both."""
         self._file.close()
-        self._board.close()
+        self._let_board(SummaryWriter.close)
+
+    def _let_board(self, act: Callable[[SummaryWriter], None]) -> None:
+        """Let TensorBoard's writer act; where it can't write, which is no reason to end a run, say so and drop it."""
+        try:
+            if self._board:
+                act(self._board)
+        except OSError as error:
+            tell(f"cannot write TensorBoard events ({error.strerror or error}); the run goes on without them")
+            self._board = None
 
 
 class Progress:

@@ -37,7 +37,8 @@ from comera_rec.training.runs import CHECKPOINTS, fingerprint, load_teacher, req
 from comera_rec.training.start import StartingVectors
 from comera_rec.training.step import TrainingStep
 from comera_rec.training.stopping import Interrupted, StopSignals
-from data_pipeline.atomic import write_json
+from data_pipeline.atomic import locked, write_json
+from data_pipeline.errors import UserError
 from data_pipeline.manifest import read_manifest
 
 _READERS = 8  # readers of a run's batches, which 1, 2, 4 and 8 processes can share equally
@@ -119,13 +120,17 @@ class Trainer:
         threads = 0 if self.device.type == "cpu" else _THREADS
         if shuffle:
             readers = math.lcm(world_size, math.gcd(_READERS, self.part_size * world_size))
-            return ParquetBatches(
+            batches = ParquetBatches(
                 data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows, seed=self.config.seed,
                 epochs=None, drop_last=True, process_rank=process_rank, world_size=world_size, readers=readers, threads=threads,
             )  # fmt: skip
-        return ParquetBatches(
-            data.path, split, batch_size=data.eval_batch_size, process_rank=process_rank, world_size=world_size, threads=threads
-        )
+        else:
+            batches = ParquetBatches(
+                data.path, split, batch_size=data.eval_batch_size, process_rank=process_rank, world_size=world_size, threads=threads
+            )
+        if fingerprint(batches.manifest) != fingerprint(self.manifest):  # its ids may mean other values
+            raise UserError(f"{data.path} was replaced during the run: put back the data set that was there, or start anew")
+        return batches
 
     # -- state ---------------------------------------------------------------------------------------------------------------
 
@@ -170,6 +175,18 @@ class Trainer:
         if best.step is not None and (not self.config.training.keep_best or checkpoint_at(self.checkpoints, best.step)):
             self.best = best
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the run's folder against other runs; ValueError on every process if another run is writing it."""
+        with contextlib.ExitStack() as held:
+
+            def lock() -> None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(self.checkpoints))  # the lock is in the folder, as what is beside may be read-only
+
+            WORLD.on_first(lock)
+            yield
+
     # -- the loop ------------------------------------------------------------------------------------------------------------
 
     def train(self) -> dict[str, Any]:
@@ -178,12 +195,16 @@ class Trainer:
         Raises:
             Interrupted: after SIGTERM or SIGINT, with a checkpoint written.
             Diverged: if the loss, or a weight that is to be saved, is not finite; the last good checkpoint stays.
-            ValueError: if the folder holds another run, or its last checkpoint is damaged.
+            ValueError: if the folder holds another run, or its last checkpoint is damaged, or another process is writing it.
             OSError: if a checkpoint can't be written.
 
         Returns:
             The contents of result.json.
         """
+        with self.locked():
+            return self._train()
+
+    def _train(self) -> dict[str, Any]:
         path = self.folder / "result.json"
         self._resume()
         if WORLD.any(self._unfinished() or not path.exists()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
@@ -352,6 +353,21 @@ class TestBadInput:
         self.refuse(r"part-00000.parquet: column C1 is of type string", data)
         path.write_bytes(bytes(path.stat().st_size))
         self.refuse(r"part-00000.parquet is not a readable Parquet file .* run `comera preprocess` again", data)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda table: table.slice(0, 9),
+            lambda table: table.take([*range(30)][::-1]),
+            lambda table: table.drop_columns("C2"),
+            lambda table: table.rename_columns({"C2": "C3"}),
+        ],
+        ids=["rows", "order", "columns", "names"],
+    )
+    def test_a_shard_that_is_replaced_while_it_is_in_use(self, data: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+        dataset, path = ParquetBatches(data, "train", batch_size=8), data / "train" / "part-00000.parquet"
+        pq.write_table(change(pq.read_table(path)), path, row_group_size=8)
+        refuse(r"part-00000.parquet was replaced while it was in use; put back the file that was there", list, dataset)
 
     @pytest.mark.parametrize(
         ("column", "cell", "message"),

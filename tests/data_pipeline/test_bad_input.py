@@ -6,6 +6,7 @@ Inputs are never destroyed, links are followed, and runs don't write to the same
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import lzma
 import multiprocessing
@@ -165,6 +166,11 @@ def test_unwritable_output(tmp_path: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS)
     with pytest.raises(OSError, match=r"cannot write `output` .*data: Not a directory; choose a writable place"):
         make(log, log / "data")
+    with (
+        pytest.raises(OSError, match=r"data: Too many open files; raise the limit \(`ulimit -n`\), and run the same command again"),
+        work_folder(tmp_path / "data", identity={}, files=(MANIFEST_NAME,), overwrite=False, tell=print),
+    ):
+        raise OSError(errno.EMFILE, "")
     assert list(tmp_path.iterdir()) == [log]
 
 

@@ -87,13 +87,15 @@ def test_only_finished_checkpoints_are_the_latest(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_earlier_checkpoints(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    large = open_checkpoint(save(tmp_path / "large", 10, *state()))
     save(tmp_path, 10, {"small": 1}, {}, keep=1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     with pytest.raises(OSError, match=r"^cannot write checkpoint .*step_00000020 \(File too large\); free some space or"):
         save(tmp_path, 20, *state(), keep=1)
-    assert names(tmp_path) == ["step_00000010"]
+    assert names(tmp_path) == ["large", "step_00000010"]
+    refuse(r"^no 40,000 bytes for a tensor in .* \(File too large\): set TMPDIR to", large.read, ["model/weight"])
     assert open_checkpoint(tmp_path / "step_00000010").record == {"small": 1}
 
 

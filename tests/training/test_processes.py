@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from processes import CONTEXT
 from processes import run as run_processes
+from refusals import refuse
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
@@ -31,6 +32,7 @@ from comera_rec.training import checkpoint
 from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import BinaryMetrics, evaluate
+from comera_rec.training.from_runs import compress_run
 from comera_rec.training.runs import load_run
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Trainer
@@ -103,6 +105,17 @@ def test_another_number_of_processes_continues_a_run(
     assert losses(part) == pytest.approx(losses(whole), rel=1e-5)
     assert [line["ranks"] for line in lines(part, "ranks")] == [line["ranks"] for line in lines(whole, "ranks")]
     assert_close(tensors(part), tensors(whole), 1e-5)
+
+
+def test_a_run_that_another_process_writes_is_refused(config_file: Path, dense: Path) -> None:
+    config = load_config(config_file)
+    busy = "run/checkpoints is being written by another process; wait for it or choose another folder"
+    with Trainer(config).locked():
+        refuse(busy, train, 0, config_file, [])
+        refuse(busy, compress_run, dense, config)
+        with pytest.raises(RuntimeError, match=busy):
+            run_processes(2, train, config_file, [])
+    assert not [*(config_file.parent / "run").iterdir()]
 
 
 def test_batches_and_readers_that_cannot_be_shared_are_refused(config_file: Path) -> None:

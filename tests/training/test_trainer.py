@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import BinaryMetrics
 from comera_rec.training.from_runs import compress_run
+from comera_rec.training.log import MetricsLog
 from comera_rec.training.model import Schema, table_configs
 from comera_rec.training.runs import load_run, require_fit
 from comera_rec.training.start import start_from_vectors_, starting_rows
@@ -133,6 +135,7 @@ def test_a_run_resumes_with_moved_data_but_not_with_other_data_or_settings(
 
     manifest = json.loads((moved / "manifest.json").read_text())
     columns = manifest["categorical_columns"]
+    under_way = Trainer(load_config(config_file, [*elsewhere, f"output={tmp_path / 'new'}"]))
     for change, named in (
         (lambda: manifest["splits"]["train"]["shards"][0].update(sha256="0" * 64), "rows than .*moved holds: "),
         (lambda: columns[1]["vocabulary"].update(sha256="0" * 64), r"data than .* \(they differ in C2\): "),
@@ -142,6 +145,20 @@ def test_a_run_resumes_with_moved_data_but_not_with_other_data_or_settings(
         change()
         (moved / "manifest.json").write_text(json.dumps(manifest))
         refuse(rf"was trained on other {named}give the", run, config_file, *elsewhere)
+    refuse("moved was replaced during the run: put back the data set that was there", under_way.train)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_goes_on_without_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = MetricsLog(tmp_path, 0)
+    shutil.rmtree(tmp_path / "tensorboard")
+    for step in range(99):
+        log.write("train", step, loss=1.0)
+        time.sleep(0.001)
+    log.close()
+    log.close()
+    assert [line["step"] for line in lines(tmp_path, "train")] == list(range(99))
+    assert capsys.readouterr().err.count("cannot write TensorBoard events (No such file or directory); the run goes on") == 1
 
 
 def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None:
