@@ -268,6 +268,14 @@ def test_decompositions_are_the_operators(sizes: list[int], is_last: bool, seed:
             options = (False, mode, False, each, is_last, padding)
             bags, *_ = DECOMPOSITIONS[aten.embedding_bag.padding_idx](weight, ids, offsets, *options)
             torch.testing.assert_close(bags, torch.embedding_bag(weight, ids, offsets, *options)[0])
+    query, key, value = torch.randn(3, 2, 3, len(sizes), 4)
+    visible = torch.rand(2, 1, len(sizes), len(sizes)) < 0.4
+    for mask in (None, visible, torch.where(visible, 0.0, -torch.inf)):
+        for causal, grouped, mixed in ((mask is None, False, value), (False, True, value[:, :1]), (False, False, value[..., :3])):
+            inputs = query, key[:, : mixed.shape[1]], mixed, mask, 0.0, causal
+            found = DECOMPOSITIONS[aten.scaled_dot_product_attention.default](*inputs, enable_gqa=grouped)
+            wanted = F.scaled_dot_product_attention(*inputs, enable_gqa=grouped)
+            torch.testing.assert_close(found, wanted)
 
 
 def compare_with_onnxruntime(
