@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,8 @@ def test_mistakes_are_one_line_and_leave_nothing(
 def test_outputs_that_are_no_packages_and_other_types_are_refused(tmp_path: Path) -> None:
     precise, message = cr.TTEmbedding(60, DIM, dtype=torch.float64), r"a TTEmbedding is torch\.float64, .*: give model\.float\(\)"
     refuse(message, cr.export, precise, torch.arange(3), tmp_path / "model.pt2")
+    meta = nn.Linear(2, 2, device="meta")
+    refuse(r"on the meta device, without values: call model\.to_empty", cr.export, meta, torch.rand(3, 2), tmp_path / "model.pt2")
     refuse(r"is a folder: name a file, such as .*model\.pt2", cr.export, Broken(), inputs(), tmp_path)
     refuse(r"model doesn't end in \.pt2", cr.export, Broken(), inputs(), tmp_path / "model")
 
@@ -341,6 +343,28 @@ def test_weights_lists_and_empty_bags(tmp_path: Path) -> None:
 def test_batches_without_rows(bags: nn.Module, tmp_path: Path) -> None:
     sample, *others = [torch.arange(2 * rows, dtype=torch.int32).view(rows, 2) for rows in (3, 0, 5)]
     compare_with_onnxruntime(bags, sample, others, tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "is_by_row"),
+    [
+        (lambda x: (x.tanh(), x.argmax(1)), [(-1, 3), (-1,)], True),
+        (lambda x: x.softmax(0), [(-1, 3)], False),
+        (lambda x: x.cumsum(0), [(-1, 3)], False),
+        (lambda x: (x, x.repeat_interleave(2, 0)), [(-1, 3), (-1, 3)], False),
+        (lambda x: (x @ x.mT, x.mean()), [(-1, -1), ()], False),
+    ],
+)
+def test_requests_share_a_call_only_if_rows_do_not_depend_on_others(
+    function: Callable, shapes: list[tuple[int, ...]], is_by_row: bool, tmp_path: Path
+) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return function(x)
+
+    metadata = compare_with_onnxruntime(Model(), torch.rand(2, 3), [torch.rand(5, 3)], tmp_path / "model.onnx")
+    assert [output.shape for output in metadata.outputs] == shapes
+    assert metadata.is_by_row == is_by_row
 
 
 def test_losses_of_large_logits_are_exact(tmp_path: Path) -> None:
