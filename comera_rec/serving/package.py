@@ -64,7 +64,7 @@ class FeatureInput:
 
     Attributes:
         prefix: of the names of its tensors.
-        keys: number of ids of each key; None where it isn't known.
+        keys: number of ids of each key; None where it isn't known, or where any id is accepted.
         is_weighted: whether it has weights.
     """
 
@@ -363,6 +363,8 @@ class ServingModel:
             self._require_numbers(tensors)
             if self.metadata.run:
                 raise UserError("scores are not numbers: a dense value is too large, or the model has diverged")
+        elif not all(output.is_floating_point() for output in outputs):  # others can't be NaN
+            self._require_known_ids(tensors)
         return tuple(outputs)
 
     def check(self, *arrays: np.ndarray) -> int:
@@ -397,12 +399,16 @@ class ServingModel:
                 zeros += [ids, lengths + 1, torch.zeros(len(each.keys))][: len(each.tensors)]
         return zeros
 
-    def _require_numbers(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError for the lengths, number or id that made outputs invalid, if there is one."""
+    def _require_known_ids(self, tensors: Sequence[Tensor]) -> None:
         for each, given in self.metadata.by_input(tensors):
-            name, numbers = (f"{each.prefix}weights", given[-1]) if isinstance(each, FeatureInput) else (each.name, given[0])
             if isinstance(each, FeatureInput):
                 _require_ids(each, *given[:2])
+
+    def _require_numbers(self, tensors: Sequence[Tensor]) -> None:
+        """Raise ValueError for the lengths, number or id that made outputs invalid, if there is one."""
+        self._require_known_ids(tensors)
+        for each, given in self.metadata.by_input(tensors):
+            name, numbers = (f"{each.prefix}weights", given[-1]) if isinstance(each, FeatureInput) else (each.name, given[0])
             if not bool(numbers.isfinite().all()):
                 where = numbers.isfinite().logical_not().nonzero()[0].tolist()
                 raise UserError(f"{name} is {float(numbers[tuple(where)])} at {where}: give a number")

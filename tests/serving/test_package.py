@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -155,6 +156,13 @@ def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
 def test_bad_requests(form: str, number: int, change: Callable, message: str, package: Callable, request_of: Callable) -> None:
     model = ServingModel(package(form))
     refuse(message, model, *(change(part.clone()) if k == number else part for k, part in enumerate(request_of(3))))
+
+
+def test_bad_ids_are_found_though_outputs_are_integers(model: Path, request_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    best, (dense, values, lengths) = ServingModel(model), request_of(3)
+    monkeypatch.setattr(best, "loader", SimpleNamespace(run=lambda tensors: [torch.zeros(3).long()]))
+    assert best(dense, values, lengths)[0].tolist() == [0, 0, 0]
+    refuse("id -1 is out of range in column C1", best, dense, setting(0, -1)(values), lengths)
 
 
 def test_files_that_are_not_our_packages(package: Callable, tmp_path: Path) -> None:
