@@ -64,8 +64,9 @@ def export(
     any number of rows.
 
     Tables of our collections and of TorchRec's, TT layers and managed collisions get their serving form; everything else is
-    captured as it is, in evaluation mode, on the CPU. Before the file is put in place, its outputs are compared with the model's,
-    on the sample, on one row of it, and on three times as many rows.
+    captured as it is, in evaluation mode, on the CPU, but without the fast path of torch's encoders, which sets outputs for padding
+    to zero. Before the file is put in place, its outputs are compared with the model's, on the sample, on one row of it, and on three
+    times as many rows.
 
     A path MODEL.onnx is written as ONNX, with inputs and outputs of the same names; onnxruntime then runs the comparison.
 
@@ -208,13 +209,18 @@ def write_package(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, without gradients, for a while."""
-    training = [module for module in model.modules() if module.training]
+    """Put a model in evaluation mode, without gradients, for a while.
+
+    Meanwhile torch's encoders call their layers: the operator that they call otherwise needs dense ones, and isn't captured.
+    """
+    training, is_fast = [module for module in model.modules() if module.training], torch.backends.mha.get_fastpath_enabled()
     model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)
         for module in training:
             module.training = True
 

@@ -400,6 +400,18 @@ def test_requests_share_a_call_only_if_rows_do_not_depend_on_others(
     assert metadata.is_by_row == is_by_row
 
 
+def test_torchs_encoders_are_captured_without_their_fast_path(tmp_path: Path) -> None:
+    class First(nn.TransformerEncoder):
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            return super().forward(x, src_key_padding_mask=padding)[:, 0]
+
+    model = First(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1, enable_nested_tensor=False)
+    cr.compress_(model, linears=cr.LinearCompression(tt_ranks=2, policy="always", min_features=8))
+    sample, other = ((torch.rand(rows, 3, 8), torch.arange(3) >= torch.arange(1, rows + 1)[:, None]) for rows in (2, 4))
+    compare_with_onnxruntime(model, sample, [sample, other], tmp_path / "model.onnx")
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_losses_of_large_logits_are_exact(tmp_path: Path) -> None:
     class Losses(torch.nn.Module):
         def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
