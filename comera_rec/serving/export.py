@@ -65,8 +65,8 @@ def export(
 
     Tables of our collections and of TorchRec's, TT layers and managed collisions get their serving form; everything else is
     captured as it is, in evaluation mode, on the CPU, but without the fast path of torch's encoders, which sets outputs for padding
-    to zero. Before the file is put in place, its outputs are compared with the model's, on the sample, on one row of it, and on three
-    times as many rows.
+    to zero. Before the file is put in place, its outputs are compared with the model's, on the sample, on one row of it, and on
+    three times as many rows.
 
     A path MODEL.onnx is written as ONNX, with inputs and outputs of the same names; onnxruntime then runs the comparison.
 

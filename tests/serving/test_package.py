@@ -121,6 +121,7 @@ def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
     assert features.keys == {column.name: column.num_embeddings for column in manifest.categorical_columns}
     assert run.checksums["C1"] == manifest.categorical_columns[0].vocabulary.sha256
     assert run.ne == pytest.approx(run.trained_ne, rel=1e-6)
+    assert metadata.is_by_row
     check_vocabularies(metadata, manifest, trained.parent / "data")
     other = replace(metadata, run=replace(run, offsets=(9, *run.offsets[1:])))
     refuse("data has other offsets of integer columns than the model has", check_vocabularies, other, manifest, Path("data"))
