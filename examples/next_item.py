@@ -125,7 +125,7 @@ class Histories:
         generator = np.random.default_rng(seed)
         while True:
             order = generator.permutation(len(self.by_user))
-            for start in range(0, len(order) - batch + 1 or 1, batch):
+            for start in range(0, max(1, len(order) - batch + 1), batch):
                 histories = [self.by_user[user][:-2] for user in order[start : start + batch]]
                 items, next_items = _padded([h[:-1] for h in histories], length), _padded([h[1:] for h in histories], length)
                 random_items = torch.from_numpy(generator.integers(1, self.num_items + 1, next_items.shape))

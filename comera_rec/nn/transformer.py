@@ -271,9 +271,9 @@ class TiedProjection(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        if isinstance(self.embedding, TTEmbedding):
-            return self.embedding.logits(input) + self.bias
-        return F.linear(input, self.embedding.weight, self.bias)
+        if isinstance(self.embedding, nn.Embedding):
+            return F.linear(input, self.embedding.weight, self.bias)
+        return self.embedding.logits(input) + self.bias
 
 
 class LanguageModelHead(nn.Module):

@@ -1,4 +1,4 @@
-"""FBGEMM's operators that TorchRec's jagged tensors call, in torch's operators.
+"""FBGEMM's operators that TorchRec's jagged tensors call, and lookups, in operators that compiled code may call with any ids.
 
 B rows, K keys, V values, N columns, L the length that rows are padded to.
 """
@@ -34,7 +34,17 @@ def permuted(
     return lengths[permute], values[index], None if weights is None else weights[index]
 
 
+def _embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Tensor:
+    """Look up rows; NaN for an id out of range, because the error that compiled code raises in a parallel loop ends the process."""
+    is_valid = (indices >= 0) & (indices < weight.shape[0])
+    missing = torch.nan if weight.is_floating_point() else 0
+    return torch.where(is_valid.unsqueeze(-1), weight[torch.where(is_valid, indices, 0)], missing)
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.embedding.default: _embedding,
     torch.ops.fbgemm.asynchronous_complete_cumsum.default: lambda t_in: F.pad(t_in.cumsum(0), (1, 0)).to(t_in.dtype),
     torch.ops.fbgemm.jagged_to_padded_dense.default: _to_padded_dense,
     torch.ops.fbgemm.jagged_2d_to_dense.default: lambda values, offsets, max_sequence_length: _to_padded_dense(

@@ -64,8 +64,9 @@ def export(
     any number of rows.
 
     Tables of our collections and of TorchRec's, TT layers and managed collisions get their serving form; everything else is
-    captured as it is, in evaluation mode, on the CPU. Before the file is put in place, its outputs are compared with the model's,
-    on the sample, on one row of it, and on three times as many rows.
+    captured as it is, in evaluation mode, on the CPU, but without the fast path of torch's encoders, which sets outputs for padding
+    to zero. Before the file is put in place, its outputs are compared with the model's, on the sample, on one row of it, and on
+    three times as many rows.
 
     A path MODEL.onnx is written as ONNX, with inputs and outputs of the same names; onnxruntime then runs the comparison.
 
@@ -147,7 +148,10 @@ def write_package(
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}: choose one of {', '.join(map(repr, DTYPES))}")
     require_unsharded(model)
-    if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    if "meta" in devices:
+        raise UserError("the model is on the meta device, without values: call model.to_empty(device='cpu') and load its state")
+    if devices - {"cpu"}:
         raise UserError("the model is not on the CPU: give model.cpu(), or a copy of it")
     arguments = named_arguments(model, sample_batch)
     inputs, rows = described(arguments)
@@ -172,7 +176,8 @@ def write_package(
             replace(each, keys=id_limits(features, called)) if isinstance(each, FeatureInput) else each
             for each, features in zip(inputs, given, strict=True)
         ),
-        outputs=tuple(_described_outputs(expected[rows], expected[3 * rows], rows)),
+        outputs=tuple(_described_outputs(list(expected.values()))),
+        is_by_row=_is_by_row(inputs, expected, rows),
         library_version=version("comera-rec"),
         torch_version=torch.__version__,
         form=form,
@@ -204,13 +209,18 @@ def write_package(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, without gradients, for a while."""
-    training = [module for module in model.modules() if module.training]
+    """Put a model in evaluation mode, without gradients, for a while.
+
+    Meanwhile torch's encoders call their layers: the operator that they call otherwise needs dense ones, and isn't captured.
+    """
+    training, is_fast = [module for module in model.modules() if module.training], torch.backends.mha.get_fastpath_enabled()
     model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)
         for module in training:
             module.training = True
 
@@ -303,17 +313,29 @@ def _compile(program: ExportedProgram, path: Path, facts: Mapping[str, str]) -> 
             )
 
 
-def _described_outputs(some: Mapping[str, Tensor], more: Mapping[str, Tensor], rows: int) -> Iterator[TensorInput]:
-    for name, one in some.items():
-        is_by_row = one.dim() and (one.shape[0], more[name].shape[0]) == (rows, 3 * rows)
-        shape = (-1, *one.shape[1:]) if is_by_row else tuple(one.shape)
+def _described_outputs(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[TensorInput]:
+    for name, one in batches[0].items():
+        sizes = zip(*(batch[name].shape for batch in batches), strict=False)
+        shape = tuple(-1 if len(set(each)) > 1 else each[0] for each in sizes)
         yield TensorInput(name=name, datatype=datatype_of(one), shape=shape)
+
+
+def _is_by_row(inputs: Sequence[TensorInput | FeatureInput], expected: Mapping[int, Mapping[str, Tensor]], rows: int) -> bool:
+    """Return whether rows have the same outputs in any batch, from those of the sample, of one row, and of the sample thrice."""
+    return all(each.shape[:1] == (-1,) for each in inputs if isinstance(each, TensorInput)) and all(
+        output.dim() and _are_same(output[:1], expected[1][name]) and _are_same(torch.cat([output] * 3), expected[3 * rows][name])
+        for name, output in expected[rows].items()
+    )
+
+
+def _are_same(wanted: Tensor, actual: Tensor) -> bool:
+    return wanted.shape == actual.shape and torch.allclose(wanted, actual, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def _require_same(expected: Mapping[str, Tensor], outputs: Sequence[Tensor], rows: int) -> None:
     """Raise ValueError unless a package returns the model's outputs."""
     for (name, wanted), actual in zip(expected.items(), outputs, strict=True):
-        if wanted.shape != actual.shape or not torch.allclose(wanted, actual, rtol=1e-4, atol=1e-5, equal_nan=True):
+        if not _are_same(wanted, actual):
             by = "in shape" if wanted.shape != actual.shape else f"by {float((wanted - actual).abs().max()):.1e}"
             raise UserError(
                 f"{name} of the package differs {by} from the model's on {rows} rows: make forward depend on the values of its "

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
 from torchrec.models.dlrm import InteractionArch
@@ -21,7 +22,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 
 from comera_rec.convert.export import require_floats
-from comera_rec.nn import TTEmbedding, TTEmbeddingBag, TTLinear, TTModule, TTTable
+from comera_rec.nn import TTEmbedding, TTEmbeddingBag, TTLinear, TTModule, TTTable, keep_buffers_hooks_and_mode_
 from comera_rec.ops.native import ops
 from comera_rec.ops.served_bags import DTYPES, ServedTable, Slab
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
@@ -69,10 +70,10 @@ def serving_copy(model: nn.Module, arguments: Mapping[str, Any], form: str, dtyp
 
 
 def id_limits(features: KeyedJaggedTensor, called: Called) -> dict[str, int | None]:
-    """Return the number of ids of each key of an input, from the collections that were called with it; None where none was."""
+    """Return the number of ids of each key of an input, from the collections called with it; None where none refuses any."""
     limits: dict[str, int | None] = dict.fromkeys(features.keys())
     for given, module in called:
-        for config in _configs(module) if given is features else ():
+        for config in _configs(module) if given is features and not _replaces_bad_ids(module) else ():
             for name in config.feature_names:
                 limits[name] = min(limits[name] or config.num_embeddings, config.num_embeddings)
     return limits
@@ -91,11 +92,24 @@ def _replaced(
     if module not in done:
         replaced = replacement(module)
         done[module] = replaced or module
+        if replaced not in (None, module):
+            _require_own_forward(module)
+            keep_buffers_hooks_and_mode_(done[module], module, copied=True)
         if replaced is None:
             for name, child in module._modules.items():
                 if child is not None:
                     module._modules[name] = _replaced(child, replacement, done)
     return done[module]
+
+
+def _require_own_forward(module: nn.Module) -> None:
+    """Raise ValueError for a module whose serving form would leave out something that calls of the module do."""
+    kind = type(module).__name__
+    owner = next(each for each in type(module).__mro__ if "forward" in vars(each)).__module__.partition(".")[0]
+    if "forward" in vars(module) or owner not in ("comera_rec", "torchrec"):
+        raise UserError(f"a {kind} has a forward of its own, which its serving form would lack: put it into a module around it")
+    if any(each._forward_hooks or each._forward_pre_hooks for each in module.modules() if each is not module):
+        raise UserError(f"a part of a {kind} has hooks, which its serving form would lack: register them on the {kind}")
 
 
 def _replacement(module: nn.Module, tables: Tables, is_fast: bool) -> nn.Module | None:
@@ -146,8 +160,12 @@ def _collection(module: nn.Module, keys: list[str], tables: Tables) -> nn.Module
     else:
         served = _RowCollection(keys, lookups, tables, need_indices=made.need_indices())
     for group in served.groups:
-        group.replaces_bad_ids = hasattr(made, "bounds_check") and made.bounds_check.mode != "fatal"
+        group.replaces_bad_ids = _replaces_bad_ids(made)
     return served
+
+
+def _replaces_bad_ids(collection: Any) -> bool:
+    return hasattr(collection, "bounds_check") and collection.bounds_check.mode != "fatal"
 
 
 class _Served(nn.Module):
@@ -226,11 +244,15 @@ class _Rows(nn.Module):
     def __init__(self, tables: ServedTables, padding_idx: int | None) -> None:
         super().__init__()
         self.tables, self.padding_idx = tables, padding_idx
+        self.num_embeddings = int(tables.limits)
 
     def forward(self, input: Tensor) -> Tensor:
         ids = input.flatten().long()
         rows = self.tables.rows(ids, torch.full((1,), ids.shape[0])).unflatten(0, input.shape)
         return rows if self.padding_idx is None else rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
+
+    def logits(self, input: Tensor) -> Tensor:
+        return F.linear(input, self(torch.arange(self.num_embeddings)))
 
 
 class _Bags(nn.Module):

@@ -62,11 +62,34 @@ def _repeat_interleave(self: Tensor, repeats: Tensor, dim: int | None = None, *,
     return self[_searchsorted(repeats.cumsum(0), torch.arange(size), right=True)]
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Mix values, with weights of zero for positions that see none: onnxscript would give them all of the same weight, or NaN."""
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        scores = scores + (torch.where(attn_mask, 0.0, -torch.inf) if attn_mask.dtype == torch.bool else attn_mask)
+    return torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, scores.softmax(-1)) @ value
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.searchsorted.Tensor: _searchsorted,
     torch.ops.aten.repeat_interleave.self_Tensor: _repeat_interleave,
     torch.ops.aten.embedding_bag.default: _embedding_bag,
     torch.ops.aten.embedding_bag.padding_idx: _embedding_bag,
+    torch.ops.aten.scaled_dot_product_attention.default: _attention,
     # onnxscript writes these two as the logarithm of a sigmoid, which is wrong below -15 and infinite below -18.
     torch.ops.aten.log_sigmoid.default: lambda self: -F.softplus(-self),
     **get_decompositions([torch.ops.aten.binary_cross_entropy_with_logits]),
@@ -84,6 +107,9 @@ def write_onnx(
     with naming_extras():
         import onnxruntime
         import onnxscript  # noqa: F401  torch.onnx needs it
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.view.default:  # of strides that decompositions don't keep
+            node.target = torch.ops.aten.reshape.default
     try:
         converted = torch.onnx.export(
             program.run_decompositions(DECOMPOSITIONS),

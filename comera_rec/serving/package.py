@@ -44,7 +44,10 @@ Offset = int | float | tuple[float, float] | None
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInput:
-    """A tensor that a package takes or returns; -1 in its shape stands for the number of rows."""
+    """A tensor that a package takes or returns.
+
+    -1 in its shape stands for the number of rows or, in that of an output, for any size that depends on the batch.
+    """
 
     name: str
     datatype: str
@@ -61,7 +64,7 @@ class FeatureInput:
 
     Attributes:
         prefix: of the names of its tensors.
-        keys: number of ids of each key; None where it isn't known.
+        keys: number of ids of each key; None where it isn't known, or where any id is accepted.
         is_weighted: whether it has weights.
     """
 
@@ -113,6 +116,7 @@ class ModelMetadata:
         form: "portable", with torch's operators alone, or "fast", with those of comera_rec beside it.
         dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
         code: SHA-256 of the captured program, with names, types and shapes of its weights.
+        is_by_row: whether every input and output has a row for each row of the batch, whose outputs don't depend on other rows.
         package: in MODEL.weights, the checksum of the package that it is for.
         run: what `comera export` adds.
     """
@@ -125,6 +129,7 @@ class ModelMetadata:
     form: str
     dtype: str
     code: str = ""
+    is_by_row: bool = False
     package: str = ""
     run: RunMetadata | None = None
 
@@ -147,12 +152,6 @@ class ModelMetadata:
     def names(self) -> list[str]:
         """Names of the tensors that the package takes, in order."""
         return [tensor.name for tensor in self.tensors]
-
-    @property
-    def is_by_row(self) -> bool:
-        """Whether every input and output has a row for each row of the batch."""
-        tensors = [*self.outputs, *(each for each in self.inputs if isinstance(each, TensorInput))]
-        return all(tensor.shape[:1] == (-1,) for tensor in tensors)
 
 
 _REMEDY = "give a MODEL.pt2 that `comera export` wrote"
@@ -185,7 +184,7 @@ def write_weights(path: Path, metadata: ModelMetadata, weights: Mapping[str, Ten
     Raises:
         ValueError: if the code of the package is for another model.
     """
-    ours, theirs = (asdict(replace(each, run=None)) for each in (metadata, package.metadata))
+    ours, theirs = (asdict(replace(each, run=None, is_by_row=False)) for each in (metadata, package.metadata))
     if differing := [name for name, value in ours.items() if value != theirs[name]]:
         raise UserError(
             f"the model doesn't fit {package.path} (they differ in {', '.join(differing)}): its layers, ranks or sizes, or the "
@@ -369,6 +368,8 @@ class ServingModel:
             self._require_numbers(tensors)
             if self.metadata.run:
                 raise UserError("scores are not numbers: a dense value is too large, or the model has diverged")
+        elif not all(output.is_floating_point() for output in outputs):  # others can't be NaN
+            self._require_known_ids(tensors)
         return tuple(outputs)
 
     def check(self, *arrays: np.ndarray) -> int:
@@ -403,12 +404,16 @@ class ServingModel:
                 zeros += [ids, lengths + 1, torch.zeros(len(each.keys))][: len(each.tensors)]
         return zeros
 
-    def _require_numbers(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError for the lengths, number or id that made outputs invalid, if there is one."""
+    def _require_known_ids(self, tensors: Sequence[Tensor]) -> None:
         for each, given in self.metadata.by_input(tensors):
-            name, numbers = (f"{each.prefix}weights", given[-1]) if isinstance(each, FeatureInput) else (each.name, given[0])
             if isinstance(each, FeatureInput):
                 _require_ids(each, *given[:2])
+
+    def _require_numbers(self, tensors: Sequence[Tensor]) -> None:
+        """Raise ValueError for the lengths, number or id that made outputs invalid, if there is one."""
+        self._require_known_ids(tensors)
+        for each, given in self.metadata.by_input(tensors):
+            name, numbers = (f"{each.prefix}weights", given[-1]) if isinstance(each, FeatureInput) else (each.name, given[0])
             if not bool(numbers.isfinite().all()):
                 where = numbers.isfinite().logical_not().nonzero()[0].tolist()
                 raise UserError(f"{name} is {float(numbers[tuple(where)])} at {where}: give a number")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 import torch
 
@@ -112,6 +114,12 @@ def test_next_items_rank_high(form: str, interactions: str, tmp_path: Path, run:
     assert metrics["test"]["hr@10"] > 0.9
     assert metrics["test"]["ndcg@10"] > 0.5
     assert metrics["table_ratio"] > 1.9 if form == "tt" else metrics["table_ratio"] == 1
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(2, [2, 2]), (3, [3, 3]), (5, [3, 3])])
+def test_batches_of_fewer_users_than_wanted(batch: int, rows: list[int]) -> None:
+    batches = next_item.Histories([np.arange(1, 5)] * 3, 4).batches(batch, 3, 0)
+    assert [len(items) for items, *_ in islice(batches, 2)] == rows
 
 
 PATH = "data.path={folder}/log.txt"

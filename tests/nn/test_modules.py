@@ -22,6 +22,7 @@ from comera_rec.nn import (
     TransformerEncoder,
     dense_embedding,
 )
+from comera_rec.serving.forms import serving_copy
 
 SMALL = TransformerConfig(vocab_size=90, embed_dim=16, num_layers=2, num_heads=4, ff_dim=24, max_length=10)
 tt_embedding = partial(cr.TTEmbedding, shape=cr.TTShape((6, 5, 4), (2, 2, 4), 5), std=0.02)
@@ -136,6 +137,9 @@ def test_a_language_model_stores_and_exports_a_tied_table_once(is_tt: bool, tied
     dense = cr.export_dense(model)
     torch.testing.assert_close(dense(ids), model(ids), rtol=1e-4, atol=1e-4)
     assert (getattr(dense.head.projection, "embedding", None) is dense.encoder.tokens) == tied
+    with torch.no_grad():
+        served, _ = serving_copy(model, {"ids": ids}, "portable", "float32")
+        torch.testing.assert_close(served(ids), model(ids), rtol=1e-4, atol=1e-4)
     report = cr.compression_report(model)
     assert report.total("params") == sum(p.numel() for p in model.parameters())
     assert report.total("dense_params") == sum(p.numel() for p in dense.parameters())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -121,6 +122,7 @@ def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
     assert features.keys == {column.name: column.num_embeddings for column in manifest.categorical_columns}
     assert run.checksums["C1"] == manifest.categorical_columns[0].vocabulary.sha256
     assert run.ne == pytest.approx(run.trained_ne, rel=1e-6)
+    assert metadata.is_by_row
     check_vocabularies(metadata, manifest, trained.parent / "data")
     other = replace(metadata, run=replace(run, offsets=(9, *run.offsets[1:])))
     refuse("data has other offsets of integer columns than the model has", check_vocabularies, other, manifest, Path("data"))
@@ -156,6 +158,13 @@ def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
 def test_bad_requests(form: str, number: int, change: Callable, message: str, package: Callable, request_of: Callable) -> None:
     model = ServingModel(package(form))
     refuse(message, model, *(change(part.clone()) if k == number else part for k, part in enumerate(request_of(3))))
+
+
+def test_bad_ids_are_found_though_outputs_are_integers(model: Path, request_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    best, (dense, values, lengths) = ServingModel(model), request_of(3)
+    monkeypatch.setattr(best, "loader", SimpleNamespace(run=lambda tensors: [torch.zeros(3).long()]))
+    assert best(dense, values, lengths)[0].tolist() == [0, 0, 0]
+    refuse("id -1 is out of range in column C1", best, dense, setting(0, -1)(values), lengths)
 
 
 def test_files_that_are_not_our_packages(package: Callable, tmp_path: Path) -> None:
