@@ -22,7 +22,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("ops", "serve", "interaction", "plan", "pool", "gradients", "memory", "cpu")
+SOURCES = ("ops", "serve", "interaction", "plan", "pool", "gradients", "memory", "instruction_sets")
 # The loops over rows are compiled once for each instruction set; the one to use is chosen when they first run.
 KERNELS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
