@@ -9,7 +9,7 @@ Letters: n rows of a part.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -20,9 +20,8 @@ from data_pipeline.errors import UserError
 from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed
 from data_pipeline.reference import mismatch
-from data_pipeline.schema import NUMBERS, Column, Kind, LogSchema
+from data_pipeline.schema import NUMBER, Column, Kind, LogSchema
 
-_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _INTEGER = r"^-?0*[0-9]{1,19}(\.0+)?$"
 _ISO_8601 = (
     r"^[0-9]{4}-[01][0-9]-[0-3][0-9]"
@@ -84,7 +83,7 @@ def parse_table(table: pa.Table, schema: LogSchema) -> tuple[Parsed, np.ndarray]
     used, lists = [column for column in schema.columns if column.kind != "ignore"], list[tuple[np.ndarray, np.ndarray]]()
     bad: dict[str, np.ndarray] = {}
     for column in used:  # one at a time, to bound memory
-        cells = _read(table.column(column.source), column, schema.missing)
+        cells = _read(table.column(column.source), column, schema)
         for what, row in goals[column.name]:
             row[:] = getattr(cells, what)
         lists += [(cells.values, cells.lengths)] if cells.lengths is not None else []
@@ -113,21 +112,25 @@ def parse_table(table: pa.Table, schema: LogSchema) -> tuple[Parsed, np.ndarray]
     return parsed, good
 
 
-def _read(array: pa.Array | pa.ChunkedArray, column: Column, missing: tuple[str, ...] = ()) -> _Cells:
+def _read(array: pa.Array | pa.ChunkedArray, column: Column, schema: LogSchema) -> _Cells:
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
     if isinstance(array, pa.UuidArray):
         array = pa.array([None if uuid is None else str(uuid) for uuid in array.to_pylist()], pa.large_string())
     if pa.types.is_dictionary(array.type):
-        return _read_dictionary(array, column, missing)
-    is_text = _is_text(array.type)
-    if missing and (is_text or pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
-        texts = (array if is_text else array.cast(pa.large_string())).cast(pa.large_binary())
-        shortest = pc.replace_substring_regex(texts, r"^([+-]?[0-9]+)\.0+$", r"\1") if column.kind in NUMBERS else texts
-        is_missing = pc.is_in(shortest, pa.array([text.encode() for text in missing], texts.type))
-        array = pc.if_else(is_missing, None, texts if is_text else array)
+        return _read_dictionary(array, column, schema)
+    is_text, numbers = _is_text(array.type), schema.missing_numbers
+    if schema.missing and is_text:
+        texts = array.cast(pa.large_binary())
+        array = pc.if_else(pc.is_in(texts, pa.array([text.encode() for text in schema.missing], texts.type)), None, texts)
+    if numbers and (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+        array = pc.if_else(pc.is_in(array.cast(pa.float64(), safe=False), pa.array(numbers, pa.float64())), None, array)
     try:
         match column.kind:
+            case "integer" | "int64" | "float" if numbers and is_text:
+                cells = _read_numbers(array, column.kind)
+                missing = cells.missing | np.isin(cells.values, numbers) & ~cells.bad
+                return replace(cells, values=np.where(missing, 0, cells.values), missing=missing)
             case "label" | "integer" | "int64" | "float" | "weight" | "time":
                 return _read_numbers(array, column.kind)
             case "hex":
@@ -140,13 +143,13 @@ def _read(array: pa.Array | pa.ChunkedArray, column: Column, missing: tuple[str,
         raise UserError(f"{column.name} has type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
 
 
-def _read_dictionary(array: pa.DictionaryArray, column: Column, missing: tuple[str, ...]) -> _Cells:
+def _read_dictionary(array: pa.DictionaryArray, column: Column, schema: LogSchema) -> _Cells:
     """Read each distinct value once, unless the dictionary is longer than the block."""
     if column.kind == "list" or len(array.dictionary) > len(array):
-        return _read(array.dictionary_decode(), column, missing)
+        return _read(array.dictionary_decode(), column, schema)
     distinct = pa.concat_arrays([array.dictionary, pa.nulls(1, array.dictionary.type)])
     codes = _numpy(array.indices.cast(pa.int64()), len(array.dictionary))
-    cells = _read(distinct, column, missing)
+    cells = _read(distinct, column, schema)
     return _Cells(values=cells.values[codes], missing=cells.missing[codes], bad=cells.bad[codes])
 
 
@@ -160,7 +163,7 @@ def _read_numbers(array: pa.Array, kind: Kind) -> _Cells:
         values, missing, bad = cells.values.view(np.int64).astype(np.float64), cells.missing, cells.bad
     elif _is_text(array.type):
         text = array.cast(pa.large_binary())
-        numeric = pc.match_substring_regex(text, _INTEGER if kind == "int64" else _NUMBER).fill_null(False)
+        numeric = pc.match_substring_regex(text, _INTEGER if kind == "int64" else f"^{NUMBER}$").fill_null(False)
         values = _numpy(pc.if_else(numeric, text, None).cast(pa.large_string()).cast(pa.float64()), np.nan)
         missing = _numpy(pc.equal(pc.binary_length(text), 0), True)
         bad = ~missing & ~_numpy(numeric)

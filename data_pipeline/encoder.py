@@ -154,7 +154,8 @@ class RequestEncoder:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise UserError(f"row {number} is {_show(row)}, which is not an object with a value for each column")
-        numbers, keys, lists = ([_cells(rows, column, schema.missing) for column in columns] for columns in self._columns)
+        marks: tuple[str | float, ...] = (*schema.missing, *schema.missing_numbers)
+        numbers, keys, lists = ([_cells(rows, column, marks) for column in columns] for columns in self._columns)
         integers, integer_missing = _columns(numbers, len(rows), self._dtypes[0])
         singles, key_missing = _columns(keys, len(rows), self._dtypes[1])
         parsed = Parsed(
@@ -175,27 +176,20 @@ class RequestEncoder:
         return flatten(self._encoder, truncate_lists(parsed, schema))
 
 
-def _cells(rows: Sequence[Mapping[str, Any]], column: Column, missing: Sequence[str]) -> list[Any]:
-    """Read a column's values; None where missing."""
+def _cells(rows: Sequence[Mapping[str, Any]], column: Column, marks: Sequence[str | float]) -> list[Any]:
+    """Read a column's values; None where missing, or one of the marks of missing values."""
     cells: list[Any] = []
     read, expected = _READ[column.kind]
     try:
         for row in rows:
             cell = row[column.name]
-            cells.append(read(None if missing and _as_text(cell) in missing else cell))
+            cells.append(read(None if marks and type(cell) is not bool and cell in marks else cell))
     except KeyError as error:
         raise UserError(f"row {len(cells)} has no {column.name}; give null where its value is missing") from error
     except ValueError as error:
         shown = _show(rows[len(cells)][column.name])
         raise UserError(f"row {len(cells)}: {column.name} is {shown}, which is not {expected}") from error
     return cells
-
-
-def _as_text(cell: Any) -> Any:
-    """Return a number as `missing` has it: 64.0 as "64"; other values as they are."""
-    if type(cell) is float and cell.is_integer():
-        cell = int(cell)
-    return str(cell) if type(cell) in (int, float) else cell
 
 
 def _columns(columns: list[list[Any]], rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

@@ -40,6 +40,7 @@ KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # those that 
 Transform = Literal["log", "standardize", "none"]
 Format = Literal["text", "csv", "jsonl"]
 NOT_FEATURES: tuple[Kind, ...] = ("ignore", "label", "weight", "time")
+NUMBER = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"  # as a text
 NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
 _CATEGORIES: tuple[Kind, ...] = ("hex", "category", "list")
 _LONGEST_NAME = 150  # in bytes; file systems allow 255, and unfinished files have longer names
@@ -116,6 +117,11 @@ class LogSchema:
         columns = [self.column_of(name) for name in self.integers]
         wide = any(column.kind in ("int64", "float") or column.transform == "standardize" for column in columns)
         return np.dtype(np.float64 if wide else np.int32)
+
+    @property
+    def missing_numbers(self) -> tuple[float, ...]:
+        """Those of `missing` that are numbers."""
+        return tuple(float(text) for text in self.missing if re.fullmatch(NUMBER, text))
 
     @property
     def is_plain_text(self) -> bool:

@@ -37,16 +37,19 @@ def export_dense(model: nn.Module) -> nn.Module:
     """
     require_unsharded(model)
     # Modules that copy.deepcopy finds in its memo are replaced wherever they are shared.
-    memo: dict[int, nn.Module] = {}
+    memo: dict[int, Any] = {}
     weights: dict[torch.Tensor, torch.Tensor] = {}  # dense weights, by the first core that they replace
-    done: set[nn.Module] = set()
+    done, replaced = set[nn.Module](), list[tuple[nn.Module, nn.Module]]()
     for module in model.modules():  # parents before their children
-        dense = None if module in done else _dense_equivalent(module)
+        dense = None if module in done else _dense_equivalent(module, replaced)
         if isinstance(module, TTLinear) and isinstance(dense, nn.Linear):
             dense.weight = weights.setdefault(module.core_0, dense.weight)  # layers that share cores share the weight
         if dense is not None:
-            memo[id(module)] = keep_buffers_hooks_and_mode_(dense, module, copied=True)
+            memo[id(module)] = dense
+            replaced.append((dense, module))
             done.update(module.modules())
+    for dense, module in replaced:  # now that hooks, which may refer to any module, are copied with the replacements
+        keep_buffers_hooks_and_mode_(dense, module, memo=memo)
     return copy.deepcopy(model, memo)
 
 
@@ -62,9 +65,10 @@ def require_floats(weight: torch.Tensor) -> None:
         raise UserError("a dense table is quantized: export the model as it was before, cr.export with dtype='int8' if need be")
 
 
-def _dense_equivalent(module: nn.Module) -> nn.Module | None:
+def _dense_equivalent(module: nn.Module, replaced: list[tuple[nn.Module, nn.Module]]) -> nn.Module | None:
+    """Return what replaces a module, if anything does; add its dense tables to `replaced`, with those that they replace."""
     if isinstance(module, TTEmbeddingBagCollection | TTEmbeddingCollection):
-        return _dense_collection(module)
+        return _dense_collection(module, replaced)
     if isinstance(module, TTModule):
         return module.to_dense()
     if isinstance(module, FusedEmbeddingBagCollection):
@@ -93,7 +97,9 @@ def _constant(vector: torch.Tensor) -> nn.Linear:
     return layer
 
 
-def _dense_collection(module: TTEmbeddingBagCollection | TTEmbeddingCollection) -> nn.Module:
+def _dense_collection(
+    module: TTEmbeddingBagCollection | TTEmbeddingCollection, replaced: list[tuple[nn.Module, nn.Module]]
+) -> nn.Module:
     # Where the tables are now; module.device is where they were made.
     device = next((parameter.device for parameter in module.parameters()), module.device)
     dense: Any
@@ -108,6 +114,6 @@ def _dense_collection(module: TTEmbeddingBagCollection | TTEmbeddingCollection) 
         weight, trained = (table.dense_matrix(), table.core_0) if isinstance(table, TTTable) else (table.weight, table.weight)
         require_floats(weight)
         if not isinstance(table, TTTable):
-            keep_buffers_hooks_and_mode_(layer, table, copied=True)
+            replaced.append((layer, table))
         layer.weight = nn.Parameter(weight.detach().clone().contiguous(), requires_grad=trained.requires_grad)
     return dense

@@ -118,8 +118,8 @@ class TTLinear(TTModule):
             ValueError: for an input with another number of features, or of another type than the parameters; autocast converts
                 floats.
         """
-        if input.size(-1) != self.in_features:
-            raise UserError(f"input has {input.size(-1)} features and the layer takes {self.in_features}: give [..., in_features]")
+        if input.shape[-1] != self.in_features:
+            raise UserError(f"input has {input.shape[-1]} features and the layer takes {self.in_features}: give [..., in_features]")
         cores = self.cores()
         if input.dtype != cores[0].dtype and not (input.is_floating_point() and is_autocast_on(input.device)):
             raise UserError(f"input is {input.dtype} and the layer {cores[0].dtype}: give one type, or floats under torch.autocast")

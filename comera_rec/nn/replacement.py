@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,17 +29,17 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def keep_buffers_hooks_and_mode_(module: nn.Module, replaced: nn.Module, *, copied: bool = False) -> nn.Module:
+def keep_buffers_hooks_and_mode_(module: nn.Module, replaced: nn.Module, *, memo: dict[int, Any] | None = None) -> nn.Module:
     """Give a module the buffers, the hooks of calls, and the training mode of the one that it replaces; return the module.
 
-    They are the same objects, so that handles still remove hooks; or, if the replaced module stays in use, copies.
+    They are the same objects, so that handles still remove hooks; or, with the memo of `copy.deepcopy`, copies.
     """
-    take = copy.copy if copied else lambda kept: kept
     for name in _HOOKS:
-        setattr(module, name, take(getattr(replaced, name)))
+        hooks = getattr(replaced, name)
+        setattr(module, name, hooks if memo is None else copy.deepcopy(hooks, memo))
     for name, buffer in replaced.named_buffers(recurse=False):
         if name != "row_order":  # a TT table's own
-            kept = buffer.clone() if copied else buffer
+            kept = buffer if memo is None else buffer.clone()
             module.register_buffer(name, kept, persistent=name not in replaced._non_persistent_buffers_set)
     return module.train(replaced.training)
 

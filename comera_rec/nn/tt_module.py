@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from comera_rec.ops.bags.updates import IN_BACKWARD, hooks_in_backward
 from comera_rec.tt import TTShape, contract, init_cores_, scaled_cores, tt_svd
@@ -207,8 +209,11 @@ class TTModule(nn.Module):
 
 
 def std_of(weight: Tensor) -> float | None:
-    """Return the standard deviation of a weight's entries; None for one on the meta device."""
-    return None if weight.is_meta else float(weight.detach().std(correction=0))
+    """Return the standard deviation of a weight's entries; None if they have no values, or some that are not finite."""
+    if weight.is_meta or isinstance(weight, FakeTensor):
+        return None
+    std = float(weight.detach().std(correction=0))
+    return std if math.isfinite(std) else None
 
 
 def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:

@@ -321,7 +321,12 @@ def _described_outputs(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[Tens
 
 
 def _is_by_row(inputs: Sequence[TensorInput | FeatureInput], expected: Mapping[int, Mapping[str, Tensor]], rows: int) -> bool:
-    """Return whether rows have the same outputs in any batch, from those of the sample, of one row, and of the sample thrice."""
+    """Return whether rows have the same outputs in any batch, from those of the sample, of one row, and of the sample thrice.
+
+    Rows of a sample that are all equal show nothing.
+    """
+    if all(not output.dim() or _are_same(output[:1].expand_as(output), output) for output in expected[rows].values()):
+        return False
     return all(each.shape[:1] == (-1,) for each in inputs if isinstance(each, TensorInput)) and all(
         output.dim() and _are_same(output[:1], expected[1][name]) and _are_same(torch.cat([output] * 3), expected[3 * rows][name])
         for name, output in expected[rows].items()

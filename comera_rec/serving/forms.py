@@ -94,7 +94,7 @@ def _replaced(
         done[module] = replaced or module
         if replaced not in (None, module):
             _require_own_forward(module)
-            keep_buffers_hooks_and_mode_(done[module], module, copied=True)
+            keep_buffers_hooks_and_mode_(done[module], module)
         if replaced is None:
             for name, child in module._modules.items():
                 if child is not None:
@@ -108,7 +108,9 @@ def _require_own_forward(module: nn.Module) -> None:
     owner = next(each for each in type(module).__mro__ if "forward" in vars(each)).__module__.partition(".")[0]
     if "forward" in vars(module) or owner not in ("comera_rec", "torchrec"):
         raise UserError(f"a {kind} has a forward of its own, which its serving form would lack: put it into a module around it")
-    if any(each._forward_hooks or each._forward_pre_hooks for each in module.modules() if each is not module):
+    uncalled = (TTModule, nn.ModuleDict, nn.ModuleList)
+    parts = [each for each in module.modules() if each is not module and not isinstance(each, uncalled)]
+    if any(each._forward_hooks or each._forward_pre_hooks for each in parts):
         raise UserError(f"a part of a {kind} has hooks, which its serving form would lack: register them on the {kind}")
 
 

@@ -80,8 +80,8 @@ def _attention(
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     if attn_mask is not None:
-        scores = scores + (torch.where(attn_mask, 0.0, -torch.inf) if attn_mask.dtype == torch.bool else attn_mask)
-    return torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, scores.softmax(-1)) @ value
+        scores = scores + (torch.where(attn_mask, 0.0, -torch.inf).to(scores.dtype) if attn_mask.dtype == torch.bool else attn_mask)
+    return torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, scores.softmax(-1)).to(value.dtype) @ value
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

@@ -70,8 +70,9 @@ class ModelFile:
                 raise
             reason = str(error)
         version = Version(number=_number(self.path), model=model, encoder=encoder, reason=reason)
-        if model.update_from_beside():
-            version.number = _number(self.weights)
+        number = _number(self.weights) if self.weights.exists() else ""
+        if number and model.update_from_beside():
+            version.number = number
         return version
 
     async def watch(self, seconds: float) -> None:

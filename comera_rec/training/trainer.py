@@ -6,6 +6,7 @@ RUN/config.json, metrics.jsonl, tensorboard/, checkpoints/step_*/, and at the en
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import platform
@@ -182,7 +183,12 @@ class Trainer:
 
             def lock() -> None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                held.enter_context(locked(self.checkpoints))  # the lock is in the folder, as what is beside may be read-only
+                try:
+                    held.enter_context(locked(self.checkpoints))  # the lock is in the folder, as what is beside may be read-only
+                except OSError as error:
+                    if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                        raise
+                    tell(f"{self.folder} can't be locked ({error.strerror}): start no other run on it meanwhile")
 
             WORLD.on_first(lock)
             yield

@@ -320,6 +320,37 @@ def test_hooks_run_or_tables_stay_dense_and_exported_models_have_them() -> None:
     assert before, "hooks of the copy are its own"
 
 
+class Watching(nn.Module):
+    """A model whose hook keeps in it what a layer returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = cr.TTLinear(16, 16, tt_ranks=2), torch.zeros(1)
+        self.layer.register_forward_hook(self.watch)
+
+    def watch(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.seen = output
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.layer(input)
+        return self.seen
+
+
+def test_hooks_of_exported_models_refer_to_these() -> None:
+    model, ones = Watching(), torch.ones(1, 16)
+    exported = export_dense(model)
+    torch.testing.assert_close(exported(ones), model.layer(ones))
+    assert exported.seen is not model.seen
+
+
+def test_layers_without_finite_values_start_at_random() -> None:
+    model = nn.ModuleDict({"bags": collection(), "layer": nn.Linear(64, 64)})
+    for weight in model.parameters():
+        nn.init.constant_(weight, torch.nan)
+    compress_(model, tables=TABLES, linears=LINEARS)
+    assert all(bool(core.isfinite().all()) for _, module in named_tt_modules(model) for core in module.cores())
+
+
 def test_compressions_of_another_kind_are_refused() -> None:
     for name, kind in (("tables", "TableCompression"), ("linears", "LinearCompression")):
         with pytest.raises(TypeError, match=f"{name} is 100: give a {kind}"):

@@ -126,7 +126,8 @@ def test_marks_of_missing_numbers(tmp_path: Path) -> None:
     for array in (pa.array([-1, 5]), pa.array([-1.0, 5.0]), pa.array([-1, 5]).dictionary_encode()):
         assert cells(array, ("-1", "x"), kind="category")[0] == [None, hash_text(b"5")]
         assert cells(array, ("-1", "x"), kind="float")[0] == [None, 5]
-    assert cells(pa.array(["-1.0", "-1", "-1.5"]), ("-1",), kind="float")[0] == [None, None, -1.5], "as pandas writes integers"
+    for mark in ("-1", "-1.0", "-1e0"):
+        assert cells(pa.array(["-1.0", "-1", "-1.5"]), (mark,), kind="float")[0] == [None, None, -1.5], "as pandas writes integers"
 
 
 @pytest.mark.parametrize("kind", ["integer", "float", "hex"])
