@@ -99,14 +99,6 @@ def tt_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, TTLinear)]
 
 
-def test_the_model_itself_may_be_a_layer() -> None:
-    layer, x = nn.Linear(200, 130, dtype=torch.float64), torch.randn(3, 200, dtype=torch.float64)
-    compressed = compress_(layer, linears=LinearCompression(tt_ranks=10**6, order=2, policy="always"), init="tt_svd")
-    assert isinstance(compressed, TTLinear)
-    torch.testing.assert_close(compressed(x), layer(x))
-    assert type(export_dense(compressed)) is nn.Linear
-
-
 def test_policy_auto_leaves_layers_that_would_not_get_smaller_and_faster() -> None:
     assert LinearCompression(tt_ranks=(200,)).decide(256, 256).shape is None
     assert LinearCompression(tt_ranks=200, order=2, policy="always").decide(256, 256).shape is not None
