@@ -46,10 +46,6 @@ def expected(model: Path, data: Path, split: str) -> np.ndarray:
     return actual
 
 
-def test_a_data_set_is_not_overwritten_by_its_scores(model: Path, data: Path) -> None:
-    refuse(r"`output` .*manifest.json and `input` .* overlap", options, model, data, data / "manifest.json", overwrite=True)
-
-
 def test_a_log_is_scored_as_its_data_set(model: Path, data: Path, tmp_path: Path) -> None:
     """The log is read in parts, on several processes, gzipped and without labels."""
     log = data.parent / "train.txt"
@@ -97,6 +93,7 @@ def test_new_days(model: Path, data: Path, tmp_path: Path) -> None:
     empty = options(model, tmp_path / "new", tmp_path / "no", split="train")
     refuse("split train of .*new is empty; choose another `split`", score, empty)
     refuse("`split` is 'all'; choose one of train, val, test", lambda: score(replace(empty, split="all")))
+    refuse(r"`output` .*manifest.json and `input` .* overlap", options, model, data, data / "manifest.json", overwrite=True)
 
 
 ROOT = Path(__file__).parents[2]
