@@ -34,11 +34,12 @@ every_mode = pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def build(
     size: tuple[int, int, TTShape], dtype: torch.dtype = torch.float64, *, kind: type = TTEmbeddingBag, **arguments: object
 ) -> Any:
-    """Build a table whose rank parameters differ from 1, so that their gradients are tested as well."""
+    """Build a table whose rank parameters differ from 1 and hot rows from 0, so that their gradients are tested as well."""
     bag = kind(size[0], size[1], shape=size[2], dtype=dtype, **arguments)
-    with torch.no_grad():
-        for rank in bag.rank_parameters():
-            rank.uniform_(0.5, 1.5)
+    for rank in bag.rank_parameters():
+        nn.init.uniform_(rank, 0.5, 1.5)
+    for block in bag.hot_blocks():
+        nn.init.normal_(block.core_0)
     return bag
 
 
@@ -82,8 +83,7 @@ def test_bags_are_those_of_the_dense_matrix(last: bool, size: tuple[int, int, TT
 @pytest.mark.parametrize("order", [2, 3])
 def test_autocast_leaves_a_lookup_alone_as_in_torch(order: int, impl: str) -> None:
     shape = TTShape.for_table(101, 11, tt_ranks=4, order=order)
-    bag = TTEmbeddingBag(101, 11, shape=shape, hot_rows=((50, 2),), impl=impl)
-    nn.init.normal_(next(bag.hot_blocks()).core_0)  # it starts at zero
+    bag = build((101, 11, shape), torch.float32, hot_rows=((50, 2),), impl=impl)
     ids, offsets = jagged(101)
     weights = torch.rand(len(ids))
     expected = bag(ids, offsets, weights)
@@ -275,8 +275,6 @@ def test_rows_and_scores_are_those_of_the_dense_matrix(data: st.DataObject) -> N
     padding_idx, row_order = draw(st.none() | st.integers(0, size[0] - 1)), draw(st.sampled_from([None, torch.randperm(size[0])]))
     hot_rows = draw(st.sampled_from([(), ((1, 2),), ((size[0] // 2 + 1, 1),)]))
     embedding = build(size, kind=TTEmbedding, padding_idx=padding_idx, row_order=row_order, hot_rows=hot_rows)
-    for block in embedding.hot_blocks():
-        nn.init.normal_(block.core_0)  # it starts at zero
     is_padding = torch.arange(size[0])[:, None] == (-1 if padding_idx is None else padding_idx)
     dense, ids = embedding.dense_matrix().masked_fill(is_padding, 0), torch.randint(size[0], leading)
     assert_same(embedding(ids), F.embedding(ids, dense), list(embedding.parameters()))
