@@ -26,12 +26,8 @@ from comera_rec.nn import named_tt_modules
 from comera_rec.rank import truncate_ranks_
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
-from comera_rec.recsys.sharding import (
-    ShardedTTEmbeddingBagCollection,
-    load_optimizer_state_,
-    optimizer_state,
-    rewrap_data_parallel_,
-)
+from comera_rec.recsys.sharding import load_optimizer_state_, optimizer_state, rewrap_data_parallel_
+from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
 from comera_rec.recsys.sharding.parts import RowShard
 
 pytestmark = pytest.mark.distributed

@@ -174,7 +174,7 @@ def test_ids_of_other_types_are_refused(dtype: torch.dtype, impl: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "num_embeddings", "row_shapes", "message"),
+    ("ids", "num_rows", "row_shapes", "message"),
     [
         ([torch.tensor([0])], [4, 4], [2, 2], "num_embeddings holds 2 numbers for 1 tables"),
         ([torch.tensor([0])], [2], [2], "row_shapes holds 1 numbers for 1 tables: give the 2, 3 or 4 row modes of each"),
@@ -188,7 +188,5 @@ def test_ids_of_other_types_are_refused(dtype: torch.dtype, impl: str) -> None:
         ([torch.tensor([0.0])], [4], [2, 2], r"ids\[0\] is neither int64 nor int32: convert it"),
     ],
 )
-def test_the_operator_refuses_bad_arguments(
-    ids: list[Tensor], num_embeddings: list[int], row_shapes: list[int], message: str
-) -> None:
-    refuse(message, torch.ops.comera_rec.plan_lookup, ids, num_embeddings, row_shapes)
+def test_the_operator_refuses_bad_arguments(ids: list[Tensor], num_rows: list[int], row_shapes: list[int], message: str) -> None:
+    refuse(message, torch.ops.comera_rec.plan_lookup, ids, num_rows, row_shapes)

@@ -16,17 +16,10 @@ from hypothesis import strategies as st
 from jagged import random_jagged
 from refusals import refuse
 from torch import Tensor, nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-    KeyedJaggedTensor,
-    PoolingType,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.fx import symbolic_trace
-from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 import comera_rec as cr
 from comera_rec import TableCompression, TTEmbeddingBagCollection, TTEmbeddingBagConfig, compress_, export_dense
@@ -63,9 +56,7 @@ def assert_same_as_dense(tables: list[EmbeddingBagConfig], features: KeyedJagged
     collection = TTEmbeddingBagCollection(tables, is_weighted=is_weighted)
     dense = export_dense(collection)
     assert type(dense) is EmbeddingBagCollection
-    reference = EmbeddingBagCollection(
-        [config.dense() if isinstance(config, TTEmbeddingBagConfig) else config for config in tables]
-    )
+    reference = EmbeddingBagCollection([each.dense() if isinstance(each, TTEmbeddingBagConfig) else each for each in tables])
     assert dense.state_dict().keys() == reference.state_dict().keys()
     actual, expected = collection(features), dense(features)
     assert actual.keys() == expected.keys()

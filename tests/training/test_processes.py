@@ -90,9 +90,7 @@ def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_ho
 
 
 @pytest.mark.parametrize(("overrides", "before", "after"), [(DENSE, 1, 2), (HOT_ROWS, 2, 1)])
-def test_another_number_of_processes_continues_a_run(
-    config_file: Path, tmp_path: Path, overrides: list[str], before: int, after: int
-) -> None:
+def test_other_processes_continue_a_run(config_file: Path, tmp_path: Path, overrides: list[str], before: int, after: int) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
     in_two = [*SAME, *overrides, f"output={part}"]
     train_on(before, config_file, [*SAME, *overrides, f"output={whole}"], [*in_two, "training.steps=6"])
