@@ -138,9 +138,7 @@ def assert_tied(model: nn.Sequential) -> None:
     for name, parameter in first.named_parameters():
         assert (getattr(second, name) is parameter) == (name != "bias"), name
     x = torch.randn(3, 256, dtype=first.core_0.dtype)
-    torch.testing.assert_close(
-        second(x) - (0 if second.bias is None else second.bias), first(x) - (0 if first.bias is None else first.bias)
-    )
+    torch.testing.assert_close(*(layer(x) - (0 if layer.bias is None else layer.bias) for layer in (second, first)))
 
 
 @pytest.mark.parametrize("bias", [True, False])
