@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
-import os
 import pkgutil
 import re
 import shutil
@@ -94,9 +93,7 @@ def test_only_their_tests_import_benchmarks_and_examples() -> None:
             assert imported & {"benchmarks", "examples"} <= {allowed}, file
 
 
-INFOS = [
-    info for package in (comera_rec, data_pipeline) for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-]
+INFOS = [info for root in (comera_rec, data_pipeline) for info in pkgutil.walk_packages(root.__path__, f"{root.__name__}.")]
 
 
 @pytest.mark.parametrize("name", [info.name for info in INFOS if not info.name.endswith("__main__")])
@@ -127,9 +124,7 @@ PathFinder.find_spec = lambda name, *others: None if name.partition(".")[0] in {
 
 
 def run_without(hidden: set[str], program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", HIDE.format(hidden=hidden) + program], capture_output=True, text=True, cwd=ROOT, env=os.environ
-    )
+    return subprocess.run([sys.executable, "-c", HIDE.format(hidden=hidden) + program], capture_output=True, text=True, cwd=ROOT)
 
 
 def missing(module: str, extra: str) -> str:

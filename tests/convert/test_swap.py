@@ -132,18 +132,6 @@ def test_tables_that_share_their_weight_stay_dense(caplog: pytest.LogCaptureFixt
     assert caplog.messages[4] == "t_item: 300 x 16, ranks (4,)"
 
 
-@pytest.mark.parametrize("order", [2, 3, 4])
-def test_tt_svd_at_full_rank_keeps_the_outputs(order: int) -> None:
-    model = collection()
-    features = random_jagged(LIMITS, 9)
-    expected = model(features)
-    config = TableCompression(tt_ranks=10**6, order=order, min_rows=100)
-    swapped = compress_(model, tables=config, init="tt_svd")
-    actual = swapped(features)
-    assert actual.keys() == expected.keys()
-    torch.testing.assert_close(actual.values(), expected.values())
-
-
 @pytest.mark.parametrize("hot_rows", [0, 0.3, 0.8, "auto"])
 def test_hot_rows_and_tt_tables_share_one_budget(hot_rows: float | str) -> None:
     """What ranks leave unused goes to rows, so the budget is filled."""
@@ -251,7 +239,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: compress_(nn.Linear(3, 3), tables=TABLES), f"{NOTHING}: the model has none that filter_fn accepts, or they are comp"),
     (lambda: compress_(collection(), tables=TableCompression(tt_ranks=4)), rf"{NOTHING} \('t_user', 't_item', 't_day': it has"),
     (lambda: compress_(tied(), tables=TABLES), rf"{NOTHING} \('t_user': its weight is also that of '2'; 't_item': its weight is"),
-    (lambda: compress_(collection(), tables=TABLES, filter_fn=lambda module, name: False), f"{NOTHING}: the model has none"),
     (lambda: compress_(compress_(collection(), tables=TABLES), tables=TABLES), f"{NOTHING}: the model has none"),
     (lambda: compress_(nn.Sequential(Doubled(400, 8)), tables=TABLES), rf"{NOTHING} \('0': it is a Doubled, not the EmbeddingBag"),
     (

@@ -107,9 +107,8 @@ def test_marks_of_missing_cells_are_empty_cells(tmp_path: Path, form: str) -> No
     assert written["x"].tolist() == pytest.approx([np.log(2), 0, 0, np.log(4)])
     assert written["c"].tolist() in ([1, 0, 0, 2], [2, 0, 0, 1])
     assert written["l"].str.len().tolist() == [2, 0, 0, 1]
-    flat = RequestEncoder(tmp_path / "data")(
-        [{"x": "NA", "z": "NaN", "c": "NA", "l": "NaN"}, {"x": None, "z": None, "c": "", "l": None}]
-    )
+    requests = [{"x": "NA", "z": "NaN", "c": "NA", "l": "NaN"}, {"x": None, "z": None, "c": "", "l": None}]
+    flat = RequestEncoder(tmp_path / "data")(requests)
     assert not flat.dense.any()
     assert not flat.values.any()
     assert flat.lengths.tolist() == [1, 1, 0, 0]

@@ -146,9 +146,8 @@ def test_malformed_rows_of_parquet(tmp_path: Path) -> None:
 @given(lines=LINES, newline=st.sampled_from(["\n", "\r\n"]), mark=st.sampled_from(["", "\ufeff"]))
 def test_arrow_reads_what_the_parser_reads(lines: list[list[str]], newline: str, mark: str) -> None:
     lines = [[cell.replace('"', "").replace("\r", "") for cell in line] for line in lines]
-    text = (mark if lines else "").encode() + "".join(
-        ",".join(row) + newline for line in lines for row in (line, *GOOD_ROWS)
-    ).encode()
+    rows = [row for line in lines for row in (line, *GOOD_ROWS)]
+    text = "".join([mark if lines else "", *(",".join(row) + newline for row in rows)]).encode()
     names = tuple(column.name for column in OTHER.columns)
     expected = parse(np.frombuffer(text, np.uint8), OTHER)
     for schema in (OTHER, replace(OTHER, format="csv")):

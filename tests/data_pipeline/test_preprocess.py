@@ -100,9 +100,7 @@ def test_by_random_draw(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest
 def test_shares_are_those_asked_for() -> None:
     """Shares of 100,000 rows are right within 5 standard deviations; other seeds or logs give other draws."""
     starts = np.arange(0, 24_000_000, 240)
-    drawn, uneven = (
-        Splitting(split="random", **each).drawn(0, starts) for each in ({}, {"val_fraction": 0.0, "test_fraction": 0.5})
-    )
+    drawn, uneven = (Splitting(split="random", **how).drawn(0, starts) for how in ({}, {"val_fraction": 0.0, "test_fraction": 0.5}))
     for splits, shares in ((drawn, [0.8, 0.1, 0.1]), (uneven, [0.5, 0, 0.5])):
         np.testing.assert_allclose(np.bincount(splits, minlength=3) / len(splits), shares, atol=0.008)
     for other in (Splitting(split="random", seed=1).drawn(0, starts), Splitting(split="random").drawn(1, starts)):

@@ -232,7 +232,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_processes() -> None:
         torch.testing.assert_close(norms, [norm, torch.tensor(0.1)] * len(KINDS))
 
 
-def frozen(rank: int) -> None:
+def frozen_and_refused(rank: int) -> None:
     for kind, generator in KINDS.items():
         model = Model("bags")
         whole = cr.compression_report(model).to_dict()
@@ -244,10 +244,11 @@ def frozen(rank: int) -> None:
         report = cr.compression_report(sharded).to_dict()
         assert (report["params"], report["ratio"]) == (whole["params"], whole["ratio"]) or kind == "table_wise"
         refuse("the model is sharded: load its state into the model as it was before", cr.export_dense, sharded)
-
-
-def test_frozen_tables_are_looked_up_reported_and_not_exported() -> None:
-    run(2, frozen)
+    for message, way in REFUSED.items():
+        model = Model("bags")
+        if isinstance(way, type):
+            _apply_optimizer_in_backward(way, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+        refuse(message, by_hand, model, row_wise() if isinstance(way, type) else way)
 
 
 REFUSED: dict[str, Any] = {
@@ -259,16 +260,8 @@ REFUSED: dict[str, Any] = {
 }
 
 
-def refused(rank: int) -> None:
-    for message, way in REFUSED.items():
-        model = Model("bags")
-        if isinstance(way, type):
-            _apply_optimizer_in_backward(way, model.parameters(), {"lr": 0.1, "momentum": 0.9})
-        refuse(message, by_hand, model, row_wise() if isinstance(way, type) else way)
-
-
-def test_plans_and_optimizers_that_tt_tables_cannot_follow_are_refused() -> None:
-    run(2, refused)
+def test_frozen_tables_are_looked_up_and_plans_and_optimizers_that_tables_cannot_follow_are_refused() -> None:
+    run(2, frozen_and_refused)
 
 
 def names_and_order(rank: int) -> Tensor:

@@ -127,9 +127,7 @@ def trained(in_backward: str, change: Callable[[Training], object]) -> tuple[Ten
 
 @pytest.mark.parametrize("in_backward", ["", "update_in_backward_", "apply_optimizer_in_backward"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_between_steps_takes_effect(
-    change: Callable[[Training], object], in_backward: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_take_effect(change: Callable[[Training], object], in_backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actual = trained(in_backward, change)
     with monkeypatch.context() as patch:
         patch.setattr(UntilChanged, "get", lambda self, parameters, make: make())

@@ -24,11 +24,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 
 
 def tables_of(
-    shapes: Sequence[TTShape],
-    *,
-    hot_rows: Sequence[Blocks] = (),
-    num_cols: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    shapes: Sequence[TTShape], *, hot_rows: Sequence[Blocks] = (), num_cols: int | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.ModuleList:
     """Build tables with random rank parameters and hot rows; `hot_rows` of the first few."""
     tables = nn.ModuleList()

@@ -186,9 +186,7 @@ def test_ids_in_no_bag_have_no_gradient(mode: str, impl: str) -> None:
 
 @pytest.mark.parametrize(("mode", "weighted", "per_bag"), [("sum", False, 1), ("sum", True, 3), ("mean", False, 3)])
 @every_order
-def test_results_do_not_depend_on_the_number_of_threads(
-    order: int, mode: str, per_bag: int, weighted: bool, on_threads: Callable
-) -> None:
+def test_results_do_not_depend_on_threads(order: int, mode: str, per_bag: int, weighted: bool, on_threads: Callable) -> None:
     row_shapes = [(30, 20, 10, 9)[:order], (5, 4, 3, 3)[:order], (7, 70, 7, 70)[:order]]
     tables = make_tables(row_shapes, (4, 4, 4, 1)[:order], (8, 8, 3)[: order - 1])
     ids = lookups(tables, 9000)

@@ -469,10 +469,8 @@ NARROW = {  # copies of cores with padded ranks are laid out slice after slice b
 def test_a_kept_group_serves_evaluations_new_values_checkpoints_and_saved_copies(order: int, device: str) -> None:
     tables = make_tables(order, shapes=NARROW.get(order)).to(device)
     ids, offsets = draw(tables, LENGTHS["jagged"])
-    group, plan = (
-        TableGroup([table.forward_parameters() for table in tables]),
-        plan_of(tables, [each.to(device) for each in ids], "triton"),
-    )
+    group = TableGroup([table.forward_parameters() for table in tables])
+    plan = plan_of(tables, [each.to(device) for each in ids], "triton")
 
     def from_group(*_: Any) -> Tensor:
         return tt_bags(group, plan, offsets.to(device), num_cols=6, features=2, impl="triton")

@@ -64,9 +64,8 @@ def test_the_operator_equals_its_definition(shape: tuple, dtype: torch.dtype, me
     tables = [table(*shape, mean=mean), dense, table(*shape, mean=mean, formed=5)]
     packed = pack(tables, dtype)
     values, lengths = request_of(tables, 9)
-    torch.testing.assert_close(
-        served_bags(packed, values, lengths, columns), reference(*packed, values, lengths, columns), rtol=TOLERANCE, atol=1e-4
-    )
+    actual, expected = served_bags(packed, values, lengths, columns), reference(*packed, values, lengths, columns)
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=1e-4)
 
 
 def test_rows_are_those_of_the_dense_matrix() -> None:

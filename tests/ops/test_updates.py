@@ -309,21 +309,6 @@ def test_row_wise_adagrad_of_some_cores_is_refused() -> None:
     refuse("RowWiseAdagrad in backward must be given to all cores of the tables that are looked up toge", look_up, tables, batch)
 
 
-def test_without_their_hooks_parameters_have_gradients() -> None:
-    """DistributedDataParallel removes the hooks, to step after averaging gradients."""
-    tables = make_tables(3)
-    (batch,) = make_batches(tables, 1)
-    values, gradients = [parameter.detach().clone() for parameter in tables.parameters()], differentiate(tables, batch)
-    apply(SGD, tables.parameters(), {"lr": 0.1})
-    for parameter in tables.parameters():
-        for handle in param_to_optim_hook_handle_map[parameter]:
-            handle.remove()
-    backward(tables, batch)
-    for parameter, value, gradient in zip(tables.parameters(), values, gradients, strict=True):
-        assert torch.equal(parameter, value)
-        assert_near(parameter.grad, gradient.double())
-
-
 def test_tensors_in_place_of_parameters_have_gradients() -> None:
     table, bags = make_tables(3)[0], (torch.tensor([3, 7, 3, 50]), torch.tensor([0, 1]))
     values = {name: parameter.detach().clone().requires_grad_() for name, parameter in table.named_parameters()}

@@ -12,18 +12,12 @@ from foreign_programs import managed_collisions
 from jagged import random_jagged
 from refusals import refuse
 from torch import nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-    PoolingType,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
@@ -226,11 +220,7 @@ def test_wrong_inputs_are_named() -> None:
     for number, change, message in (
         (2, {}, r"table 't2' looks up feature 'f3', which the batch lacks: it has \['f1', 'f2'\]"),
         (3, {"values": values.float()}, r"ids of table 't2' \(feature 'f3'\) are torch.float32: give int32 or int64"),
-        (
-            3,
-            {"stride_per_key_per_rank": [[3], [1], [2]]},
-            "features have different batch sizes: give the KeyedJaggedTensor inverse",
-        ),
+        (3, {"stride_per_key_per_rank": [[3], [1], [2]]}, "features have different batch sizes: give the KeyedJaggedTensor"),
     ):
         given: dict[str, Any] = {"values": values, "lengths": lengths, **change}
         refuse(message, model, KeyedJaggedTensor(keys=["f1", "f2", "f3"][:number], **given))

@@ -175,6 +175,9 @@ def test_outputs_that_are_no_packages_and_other_types_are_refused(tmp_path: Path
     refuse(r"model doesn't end in \.pt2", cr.export, Broken(), inputs(), tmp_path / "model")
 
 
+LIMITS = {"f2": 1111, "f3": 1111, "f4": 1111, "a": 30, "b": 30}
+
+
 @pytest.fixture
 def mixed() -> cr.TTEmbeddingBagCollection:
     """A TT table of each order with hot rows, narrow and full-width, and a dense table with two features."""
@@ -200,11 +203,7 @@ def test_parts_truncated_to_rank_0_add_nothing(form: str, emptied: str, mixed: c
             for rank in module.rank_parameters():
                 rank.zero_()
     truncate_ranks_(mixed, threshold=1e-12)
-    features = [f"f{order}" for order in (2, 3, 4)] + ["a", "b"]
-    lengths = torch.randint(0, 3, (5 * 7,))
-    values = torch.randint(0, 30, (int(lengths.sum()),))
-    values[::2] += torch.randint(0, 1081, values[::2].shape) * (torch.arange(35).repeat_interleave(lengths)[::2] < 21)  # not in d
-    batch = KeyedJaggedTensor(features, values, lengths=lengths)
+    batch = random_jagged(LIMITS, 40)  # of hot rows and others
     served, _ = serving_copy(mixed, {"features": batch}, form, "float32")
     torch.testing.assert_close(served(batch).values(), mixed(batch).values(), rtol=1e-4, atol=1e-4)
 
@@ -216,8 +215,7 @@ def test_every_architecture_is_served(architecture: str, dense: int, mixed: cr.T
     configs = mixed.embedding_bag_configs()
     sizes = {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
     model = cr.build_dlrm(configs, dense_in_features=dense, linears=linears, cross_layers=2 * (architecture == "dcn"), **sizes)
-    features = random_jagged({"f2": 1111, "f3": 1111, "f4": 1111, "a": 30, "b": 30}, 5)
-    arguments = {"dense_features": torch.randn(5, dense), "sparse_features": features}
+    arguments = {"dense_features": torch.randn(5, dense), "sparse_features": random_jagged(LIMITS, 5)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             nn.init.uniform_(parameter) if "rank" in name else None

@@ -46,10 +46,6 @@ def expected(model: Path, data: Path, split: str) -> np.ndarray:
     return actual
 
 
-def test_a_data_set_is_not_overwritten_by_its_scores(model: Path, data: Path) -> None:
-    refuse(r"`output` .*manifest.json and `input` .* overlap", options, model, data, data / "manifest.json", overwrite=True)
-
-
 def test_a_log_is_scored_as_its_data_set(model: Path, data: Path, tmp_path: Path) -> None:
     """The log is read in parts, on several processes, gzipped and without labels."""
     log = data.parent / "train.txt"
@@ -89,28 +85,23 @@ def test_new_days(model: Path, data: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(table["score"].to_numpy(), expected(model, data, "train")[:500], atol=1e-6)
     preprocess(PreprocessOptions(inputs=(log,), output=tmp_path / "other"))
     refused = r"other has other vocabularies than the model was trained with \(in C1, .*\): give the model's data set"
-    for chosen in (
-        options(model, tmp_path / "other", tmp_path / "no"),
-        options(model, log, tmp_path / "no", data=tmp_path / "other"),
-    ):
+    other, no = tmp_path / "other", tmp_path / "no"
+    for chosen in (options(model, other, no), options(model, log, no, data=other)):
         refuse(refused, score, chosen)
-    empty = options(model, tmp_path / "new", tmp_path / "no", split="train")
+    empty = options(model, tmp_path / "new", no, split="train")
     refuse("split train of .*new is empty; choose another `split`", score, empty)
     refuse("`split` is 'all'; choose one of train, val, test", lambda: score(replace(empty, split="all")))
+    refuse(r"`output` .*manifest.json and `input` .* overlap", options, model, data, data / "manifest.json", overwrite=True)
 
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_commands_run(trained: Path, model: Path, tmp_path: Path) -> None:
+def test_commands_run(trained: Path, model: Path, data: Path, tmp_path: Path) -> None:
     if not shutil.which("curl"):
         pytest.skip("curl is not installed")
     (tmp_path / "runs").mkdir()
-    for name, target in {
-        "runs/compressed": trained,
-        "data": trained.parent / "data",
-        "today.txt": trained.parent / "train.txt",
-    }.items():
+    for name, target in {"runs/compressed": trained, "data": data, "today.txt": data.parent / "train.txt"}.items():
         (tmp_path / name).symlink_to(target)
     (tmp_path / "model.pt2").write_bytes(model.read_bytes())
     with socket.socket() as free:

@@ -172,16 +172,12 @@ def place(metadata: Metadata, **values: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", ".."])
-def test_files_outside_its_folder_are_refused(name: str, tmp_path: Path) -> None:
-    folder = crafted(tmp_path / "step_00000001", {"weight": torch.ones(2)}, lambda metadata: place(metadata, relative_path=name))
+def test_files_outside_its_folder_and_damaged_tensors_are_refused(name: str, tmp_path: Path) -> None:
+    state = {"weight": torch.ones(2, 3)}
+    folder = crafted(tmp_path / "step_00000001", state, lambda metadata: place(metadata, relative_path=name))
     refuse(f"it names {name}, which is not in its folder", open_checkpoint, folder)
-
-
-def test_a_damaged_tensor_is_refused_in_one_line(tmp_path: Path) -> None:
-    folder = crafted(
-        tmp_path / "step_00000001", {"weight": torch.ones(2, 3)}, lambda metadata: place(metadata, offset=8, length=100)
-    )
-    refuse(r"step_00000001 cannot be loaded \(.+\): remove it", open_checkpoint(folder).read, ["weight"])
+    damaged = crafted(tmp_path / "step_00000002", state, lambda metadata: place(metadata, offset=8, length=100))
+    refuse(r"step_00000002 cannot be loaded \(.+\): remove it", open_checkpoint(damaged).read, ["weight"])
 
 
 WEIGHTS = {"model/weight": torch.ones(3)}

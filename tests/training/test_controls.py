@@ -49,7 +49,6 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ({"data": {}}, r"data\.path is missing: set it in the file, or as data\.path=VALUE on the command line"),
         ({"tables": {"format": "sparse"}}, r"tables\.format: Input should be 'tt' or 'dense'"),
         ({"tables": {"tt_ranks": 4, "compression": 9}}, r"tt_ranks 4 and compression 9\.0 are both given"),
-        ({"linears": {"tt_ranks": [4, -1, 4]}}, r"tt_ranks is -1: give a positive integer"),
         ({"ranks": {"early_steps": 1, "target_size": 0.5}}, r"a late stage needs both"),
         ({"model": {"over_arch": []}}, r"model\.over_arch is empty: give at least one layer size, as dlrm needs"),
         ({"data": {"path": "d", "batch_size": "12"}}, r"data\.batch_size: Input should be a valid integer"),

@@ -36,7 +36,7 @@ from comera_rec.training.from_runs import compress_run
 from comera_rec.training.runs import load_run
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Trainer
-from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, call, lines, losses, tensors, weights
+from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, call, lines, losses, tensors
 
 pytestmark = pytest.mark.distributed
 
@@ -78,11 +78,6 @@ def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_ho
     assert any(key.startswith("optimizer/") for key in tensors(whole))
     assert any((whole / "tensorboard").iterdir())
 
-    state = weights(whole)
-    for layer in result["layers"]:
-        of_layer = [tensor for key, tensor in state.items() if key.rpartition(".")[0] == layer["name"]]
-        assert layer["params"] == sum(tensor.numel() for tensor in of_layer), layer["name"]
-        assert layer["bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in of_layer), layer["name"]
     model, config, _ = load_run(whole)
     assert result["params"] == sum(parameter.numel() for parameter in model.parameters())
     evaluated = evaluate(model, Trainer(config)._batches("test", shuffle=False), torch.device("cpu"))
@@ -95,9 +90,7 @@ def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_ho
 
 
 @pytest.mark.parametrize(("overrides", "before", "after"), [(DENSE, 1, 2), (HOT_ROWS, 2, 1)])
-def test_another_number_of_processes_continues_a_run(
-    config_file: Path, tmp_path: Path, overrides: list[str], before: int, after: int
-) -> None:
+def test_other_processes_continue_a_run(config_file: Path, tmp_path: Path, overrides: list[str], before: int, after: int) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
     in_two = [*SAME, *overrides, f"output={part}"]
     train_on(before, config_file, [*SAME, *overrides, f"output={whole}"], [*in_two, "training.steps=6"])

@@ -123,9 +123,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(second: signal.Signals) -> Non
     assert os.waitstatus_to_exitcode(status) == (-signal.SIGINT if second == signal.SIGINT else 17)
 
 
-def test_a_run_resumes_with_moved_data_but_not_with_other_data_or_settings(
-    config_file: Path, data_set: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumes_with_moved_data_but_not_other_data_or_settings(config_file: Path, data_set: Path, tmp_path: Path) -> None:
     run(config_file, "training.steps=3")
     other = ["seed=4", "tables.tt_ranks=2", "data.batch_size=32", *RANKS]
     refuse(r"holds another run: its config differs in data\.batch_size, seed, tables\.tt_ranks, ranks;", run, config_file, *other)
@@ -305,7 +303,7 @@ def saved_start(rank: int, config_file: Path, overrides: list[str], output: Path
 @pytest.mark.parametrize(
     "tables", [["tables.format=dense"], ["tables.tt_ranks=16", "tables.hot_rows=0.5"], ["model.architecture=dcn"]]
 )
-def test_the_start_is_the_same_on_any_number_of_processes(
+def test_starts_are_the_same_on_any_number_of_processes(
     config_file: Path, ordered: Path, tmp_path: Path, tables: list[str]
 ) -> None:
     from_vectors = tables != ["model.architecture=dcn"]

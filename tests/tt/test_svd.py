@@ -87,9 +87,7 @@ def decaying(row_shape: tuple[int, ...], col_shape: tuple[int, ...], size: int, 
         ((40, 5, 60), {"_EXACT_LIMIT": 100}),  # also the second unfolding: 5 times the first rank, 240
     ],
 )
-def test_a_small_tolerance_gives_the_smallest_sufficient_ranks(
-    row_shape: tuple[int, ...], limits: dict[str, int], dtype: torch.dtype
-) -> None:
+def test_a_small_tolerance_gives_the_smallest_ranks(row_shape: tuple[int, ...], limits: dict[str, int], dtype: torch.dtype) -> None:
     col_shape = tuple(4 if mode > 3 else 1 for mode in row_shape)
     rtol, shape = 1e-4, TTShape(row_shape, col_shape, 64)
     weight, spectrum = decaying(row_shape, col_shape, 64, dtype)
