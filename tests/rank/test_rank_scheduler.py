@@ -14,7 +14,7 @@ import torch
 from in_backward import _apply_optimizer_in_backward
 from refusals import refuse
 from torch import Tensor, nn
-from torch.optim import LBFGS, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, Adafactor, Adam, AdamW, Optimizer
 
 from comera_rec import RankConfig, RankScheduler, TTEmbeddingBag, TTLinear
 from comera_rec.rank import count_tt_params, rank_param_groups
@@ -226,6 +226,11 @@ def test_what_a_schedule_cannot_work_with_is_refused() -> None:
     for parameters in ([torch.zeros(1)], table.cores(), table.rank_parameters()):
         refuse("is in no parameter group of this Adam: build the optimizer after", RankScheduler, table, Adam(parameters), config)
     refuse("LBFGS keeps one state for all parameters", RankScheduler, table, LBFGS(table.parameters()), config)
+    adafactor = Adafactor(table.parameters())
+    scheduler = RankScheduler(table, adafactor, config)
+    scheduler.loss(table(torch.arange(4)[:, None]).square().mean()).backward()
+    adafactor.step()
+    refuse("Adafactor keeps 'row_var' of shape .*: ranks can't change under it", scheduler.step)
     run = regression(config)
     assert run.scheduler.loss(torch.ones(1)).shape == ()
     refuse(r"task_loss has shape \(3,\): give the mean over the batch, a scalar", run.scheduler.loss, torch.ones(3))
