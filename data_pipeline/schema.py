@@ -41,7 +41,7 @@ Transform = Literal["log", "standardize", "none"]
 Format = Literal["text", "csv", "jsonl"]
 NOT_FEATURES: tuple[Kind, ...] = ("ignore", "label", "weight", "time")
 NUMBER = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"  # as a text
-NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
+_NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
 _CATEGORIES: tuple[Kind, ...] = ("hex", "category", "list")
 _LONGEST_NAME = 150  # in bytes; file systems allow 255, and unfinished files have longer names
 _UNLABELED = len(INTEGERS) + len(CATEGORIES)
@@ -109,7 +109,7 @@ class LogSchema:
     @property
     def integers(self) -> tuple[str, ...]:
         """Names of the numeric columns of all kinds."""
-        return self.of_kind(*NUMBERS)
+        return self.of_kind(*_NUMBERS)
 
     @property
     def number_dtype(self) -> np.dtype:
@@ -235,7 +235,7 @@ def _column(name: str, entry: object) -> Column:
     kind = settings.get("kind")
     if kind not in get_args(Kind):
         raise UserError(f"{name}: kind {kind!r} is unknown; choose one of {', '.join(get_args(Kind))}")
-    allowed = {"kind", "column"} | ({"transform"} if kind in NUMBERS else set())
+    allowed = {"kind", "column"} | ({"transform"} if kind in _NUMBERS else set())
     allowed |= {"hash_buckets"} if kind in _CATEGORIES else set()
     allowed |= {"separator", "max_length"} if kind == "list" else set()
     _refuse_unknown(settings, allowed, f"{name}: ")
