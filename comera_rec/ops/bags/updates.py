@@ -104,20 +104,12 @@ def _group_of(core: nn.Parameter, optimizer: Optimizer) -> int | None:
 class _Uses:
     """The last backward passes in which a lookup updated a parameter, and in which it had a gradient from another use."""
 
-    def __init__(self) -> None:
-        self._updated, self._had_gradient = -1, -1
+    updated, had_gradient = -1, -2
 
     @unserializable_hook  # it is registered again where it is needed
     def take_gradient(self, gradient: Tensor) -> None:
-        self._had_gradient = torch._C._current_graph_task_id()
-        self._require_one()
-
-    def take_update(self, backward: int) -> None:
-        self._updated = backward
-        self._require_one()
-
-    def _require_one(self) -> None:
-        if self._updated == self._had_gradient:
+        self.had_gradient = torch._C._current_graph_task_id()
+        if self.updated == self.had_gradient:
             raise UserError(_TWICE)
 
 
@@ -230,7 +222,9 @@ class Updates:
             raise UserError(_TWICE)
         backward = torch._C._current_graph_task_id()
         for uses in self._uses:
-            uses.take_update(backward)
+            if uses.had_gradient == backward:
+                raise UserError(_TWICE)
+            uses.updated = backward
         names = self.kind.states
         if not names:
             return None, self._states
