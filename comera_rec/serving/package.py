@@ -275,8 +275,8 @@ class ServingModel:
         threads: number of threads that torch may use in this process; None leaves it unchanged.
 
     Raises:
-        ValueError: as `read_metadata`; if the file is damaged or can't be loaded, or this library lacks the operator that it calls.
-        OSError: if the temporary folder, in which it is unpacked, is full.
+        ValueError: as `read_metadata`; if the file is damaged or can't be loaded, the temporary folder has no room to unpack it, or
+            this library lacks the operator that it calls.
     """
 
     def __init__(self, path: str | Path, *, threads: int | None = None) -> None:
@@ -300,7 +300,7 @@ class ServingModel:
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
                 if "extract" in reason:
-                    raise OSError(
+                    raise UserError(
                         f"{path} can't be unpacked ({reason}): free some space in the temporary folder, or set TMPDIR"
                     ) from error
                 raise UserError(

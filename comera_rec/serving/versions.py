@@ -78,8 +78,8 @@ class ModelFile:
     async def watch(self, seconds: float) -> None:
         """Check the files every `seconds` until canceled; load a new one, then switch to it.
 
-        A file that can't be loaded is reported once, and the present version stays. Where memory, descriptors or space lack, the
-        file is tried again.
+        A file that can't be loaded is reported once, and the present version stays. Where memory or descriptors lack, the file is
+        tried again; not where the temporary folder is full, in which every try would leave what it could unpack.
         """
         reported = ""
         while True:
