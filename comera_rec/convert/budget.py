@@ -23,7 +23,7 @@ def fit_tables_(
     budget_params: int | None = None,
     importance: Sequence[Tensor | None] | None = None,
 ) -> None:
-    """Set tables to approximations of matrices, with ranks chosen to lose the least squared error within one budget.
+    """Set tables to approximations of matrices, with ranks chosen greedily for little squared error within one budget.
 
     Every matrix is decomposed at more ranks than fit. Then ranks are removed by smallest squared singular value per parameter until
     all tables together fit; a table's last rank goes only if nothing else is left. The squared errors sum to at most the squares
@@ -83,8 +83,8 @@ class _Fit:
 
     def solve(self) -> None:
         """Fit the blocks to the residual of the cores, then the cores to that of the blocks, at the present ranks."""
-        if self.cores and not self.spans:
-            return  # without blocks the first fit is final
+        if self.cores and not self.spans and self.shapes[0].order == 2:
+            return  # without blocks the first fit, cut to its leading ranks, is the best at order 2
         hot_residual = self.hot
         if len(self.hot) and self.cores:
             hot_residual = self.hot - first_rows(self.cores[0], self.table.shape.row_shape, *self.hot.shape)

@@ -178,10 +178,15 @@ def _compressed_tables(
         _LOGGER.info("%s: stays as it is: %s", name, why)
     dense = {k for k, table in enumerate(tables) if k in shared or compression.reason_to_stay_dense(table.config)}
     orders = _row_orders(row_order, tables, dense, compression, importance)
-    of_orders = sum(
-        4 * len(orders[name]) // table.layer.weight.element_size() for table in tables if (name := table.config.name) in orders
-    )
-    configs = compression.table_configs([table.config for table in tables], dense=shared, others=of_orders)
+    while True:
+        sizes = {name: _order_numbers(table) for table in tables if (name := table.config.name) in orders}
+        try:
+            configs = compression.table_configs([table.config for table in tables], dense=shared, others=sum(sizes.values()))
+            break
+        except UserError:
+            if row_order != "similarity" or not orders:
+                raise
+            del orders[max(sizes, key=lambda name: sizes[name])]  # orders were chosen for one table at a time
     for k, config in enumerate(configs):
         reason = shared.get(k) or compression.reason_to_stay_dense(tables[k].config)
         if reason:
@@ -211,7 +216,7 @@ def _row_orders(
     dense: Collection[int],
     compression: TableCompression,
     importance: Mapping[str, Tensor] | None,
-) -> Mapping[str, Tensor]:
+) -> dict[str, Tensor]:
     """Return the row orders of the tables that become TT tables, which those numbered `dense` do not, by name."""
     if row_order is None:
         return {}
@@ -226,9 +231,8 @@ def _row_orders(
         _require_finite(weight, config.name)
         weights = _row_weights(importance, config.name, len(weight))
         order = similar_rows(weight, weights)
-        of_order = 4 * len(weight) // weight.element_size()
         errors = []
-        for numbers, rows in ((0, None), (of_order, order)):
+        for numbers, rows in ((0, None), (_order_numbers(table), order)):
             try:
                 [sized] = compression.table_configs([config], others=numbers)
             except UserError:  # out of reach
@@ -242,6 +246,11 @@ def _row_orders(
         if errors[1] < errors[0]:
             orders[config.name] = order
     return orders
+
+
+def _order_numbers(table: _Table) -> int:
+    """Return as how many of a table's numbers its row order counts."""
+    return 4 * table.layer.num_embeddings // table.layer.weight.element_size()
 
 
 def similar_rows(weight: Tensor, importance: Tensor | None = None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,7 +31,7 @@ class LayerSize:
 
     @property
     def ratio(self) -> float:
-        """Dense bytes over bytes."""
+        """Dense bytes over bytes; infinite for a layer without ranks."""
         return self.dense_bytes / self.bytes if self.bytes else float("inf")
 
 
@@ -50,14 +52,14 @@ class CompressionReport:
         return self.total("dense_bytes") / size if size else float("inf")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain numbers, lists and strings."""
+        """Return the report as JSON takes it: plain numbers, lists and strings, None for infinite ratios."""
         totals = {field: self.total(field) for field in ("params", "bytes", "dense_params", "dense_bytes")}
         tables = {"table_bytes": self.total("bytes", kind="table"), "dense_table_bytes": self.total("dense_bytes", kind="table")}
         return {
             **totals,
             **tables,
-            "ratio": self.ratio,
-            "layers": [{**asdict(layer), "ratio": layer.ratio} for layer in self.layers],
+            "ratio": _finite(self.ratio),
+            "layers": [{**asdict(layer), "ratio": _finite(layer.ratio)} for layer in self.layers],
         }
 
     def to_markdown(self) -> str:
@@ -84,9 +86,18 @@ def compression_report(model: nn.Module) -> CompressionReport:
             this process has a part of count as a whole.
 
     Returns:
-        An entry for each module with parameters, named as in `state_dict`.
+        An entry for each module with parameters, named as in `state_dict`. Parameters of several modules count in the first.
     """
-    return CompressionReport(layers=tuple(_measure(name, m) for name, m in model.named_modules() if _own_parameters(m)))
+    layers, counted = [], set[nn.Parameter]()
+    for name, module in model.named_modules():
+        if own := [parameter for parameter in _own_parameters(module) if parameter not in counted]:
+            layers.append(_measure(name, module, own))
+            counted.update(own)
+    return CompressionReport(layers=tuple(layers))
+
+
+def _finite(ratio: float) -> float | None:
+    return ratio if math.isfinite(ratio) else None
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -94,14 +105,13 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module._parameters.values() if parameter is not None and not is_lazy(parameter)]
 
 
-def _measure(name: str, module: nn.Module) -> LayerSize:
-    parameters = _own_parameters(module)
+def _measure(name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> LayerSize:
     params, size = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
     layer = LayerSize(
         name=name, kind=_kind(name, module), shape=_dense_shape(module), format="dense",
         params=params, bytes=size, dense_params=params, dense_bytes=size,
     )  # fmt: skip
-    if not isinstance(module, TTModule):
+    if not isinstance(module, TTModule) or not any(module.core_0 is parameter for parameter in parameters):
         return layer
     order, shape, unit = getattr(module, "row_order", None), module.whole_shape, module.core_0.element_size()
     elsewhere = shape.num_params - module.shape.num_params

@@ -86,7 +86,7 @@ class TableCompression:
             f"compression {self.compression} can't be reached: the tables that stay dense (below {self.min_rows} rows"
             f"{', in dense_tables' if self.dense_tables else ''}{', or with a shared weight' if dense else ''}) and "
             f"the others at rank 1{f' beside hot_rows {self.hot_rows}' if shares[-1] else ''} are larger than that; lower "
-            f"min_rows, or lower compression to {self.most_compression(tables, dense=dense):g}"
+            f"min_rows, or lower compression to {self.most_compression(tables, dense=dense, others=others):g}"
         )
 
     def reason_to_stay_dense(self, table: BaseEmbeddingConfig) -> str | None:
@@ -95,14 +95,14 @@ class TableCompression:
             return f"it has fewer than {self.min_rows} rows"
         return "dense_tables names it" if table.name in self.dense_tables else None
 
-    def most_compression(self, tables: Sequence[Any], *, dense: Collection[int] = ()) -> float:
+    def most_compression(self, tables: Sequence[Any], *, dense: Collection[int] = (), others: int = 0) -> float:
         """Return the largest compression that `table_configs` can reach, rounded down to tenths; infinity without TT tables."""
         large, total, small = self._large_tables(tables, dense)
         if not large:
             return math.inf
         orders = (self.order,) if self.order else (2, 3, 4)
         least = min(self._params([tables[k] for k in large], 1, order) for order in orders)
-        return math.floor(10 * total / (small + least / (1 - self._least_share))) / 10
+        return math.floor(10 * total / (small + others + least / (1 - self._least_share))) / 10
 
     @property
     def _least_share(self) -> float:

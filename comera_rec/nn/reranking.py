@@ -21,8 +21,9 @@ def rerank_hot_rows_(model: nn.Module, optimizer: Optimizer | None, frequencies:
     """Give hot rows to the ids that are most frequent now, where hot rows belong to ids that were.
 
     An id that became frequent trades rows with one that no longer is, by `row_order`. Its new hot row is fitted to the values that
-    the id had, so predictions change little. The other id gets what the cores have at its new row: what it had learned is lost.
-    Ids trade only where their counts differ by more than chance. All other ids keep their rows.
+    the id had: a row of full width keeps them, a narrow one only what its columns can hold, so train on afterwards. The other id
+    gets what the cores have at its new row: what it had learned is lost. Ids trade only where their counts differ by more than
+    chance. All other ids keep their rows.
 
     Args:
         model: with TT tables that have hot rows; not yet sharded.

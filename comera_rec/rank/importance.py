@@ -10,6 +10,7 @@ Molchanov et al., Importance Estimation for Neural Network Pruning (CVPR 2019, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -36,6 +37,7 @@ class TaylorScores:
     def __init__(self, modules: Mapping[str, TTModule]) -> None:
         self._modules = modules
         self.mean: Tensor | None = None  # [ranks of all bonds of all modules]
+        self._unseen = set(modules)  # those that no loss has depended on yet
 
     def observe(self, total: Callable[[Tensor], Tensor] | None = None) -> None:
         """Add a step's gradients to the mean, before they are cleared; doesn't wait for the device.
@@ -47,6 +49,7 @@ class TaylorScores:
         ranks = [rank for module in self._modules.values() for rank in module.rank_parameters()]
         if total is None and all(rank.grad is None for rank in ranks):
             return
+        self._unseen = {name for name in self._unseen if all(rank.grad is None for rank in self._modules[name].rank_parameters())}
         values = [rank.detach().double() * (0.0 if rank.grad is None else rank.grad.double()) for rank in ranks]
         squares = (torch.cat([each.flatten() for each in values]) if values else torch.zeros(0, dtype=torch.float64)).square()
         sum_ = squares.sum() if total is None else total(squares)
@@ -55,10 +58,15 @@ class TaylorScores:
         self.mean = torch.where(sum_.isfinite() & (sum_ > 0), mean.lerp(shares, 1 - self.decay), mean)
 
     def scores(self) -> dict[str, list[Tensor]]:
-        """Return the scores [r_k] of every module's bonds, by name; ValueError if no gradients were seen."""
+        """Return the scores [r_k] of every module's bonds, by name: NaN in modules that never had gradients.
+
+        Raises:
+            ValueError: no gradients were seen.
+        """
         if self.mean is None and self._modules:
             raise UserError(NO_GRADIENTS)
-        return {name: list(part.split(self._modules[name].shape.ranks)) for name, part in self._parts().items()}
+        parts = {name: part * math.nan if name in self._unseen else part for name, part in self._parts().items()}
+        return {name: list(part.split(self._modules[name].shape.ranks)) for name, part in parts.items()}
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return the scores of each module by name, [ranks of all its bonds]; empty before the first gradients."""
@@ -73,6 +81,7 @@ class TaylorScores:
         values = [value for name in self._modules for value in parts.get(name, ())]
         device = next((module.core_0.device for module in self._modules.values()), None)
         self.mean = torch.tensor(values, dtype=torch.float64, device=device) if parts else None
+        self._unseen = {name for name in self._modules if not any(parts.get(name, ()))}
 
     def slice_(self, masks: Sequence[Sequence[Tensor]]) -> None:
         """Keep the scores of the ranks that a truncation keeps; a mask per module and bond."""

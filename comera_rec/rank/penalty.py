@@ -45,6 +45,7 @@ def size_surrogate(modules: Iterable[TTModule]) -> Tensor:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # what is cached has to serve training, too
 def _indices(
     ranks: tuple[int, ...],
     left: tuple[int, ...],

@@ -39,7 +39,7 @@ class RankScheduler:
     whether TT modules are replicated, sharded or on one process. After a truncation, DistributedDataParallel must wrap the model
     again (`rewrap_data_parallel_`).
 
-    Frozen modules keep their ranks, and count as other layers.
+    Modules with frozen rank parameters keep their ranks, and count as other layers.
 
     Args:
         model: contains the TT modules; build the scheduler after all swaps and after freezing, because it keeps their names.
@@ -208,6 +208,8 @@ class RankScheduler:
         # Until the last truncation the size stays a tenth above the target, which leaves ranks to choose from to meet it exactly.
         if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
             summaries = self._summaries(self._scores())
+            if unseen := [name for name, each in summaries.items() if any(bool(bond.isnan().any()) for bond in each.scores)]:
+                raise UserError(f"no loss of the late stage depends on {unseen[0]!r}: freeze it before building the RankScheduler")
             shapes, scores = [each.shape for each in summaries.values()], [each.scores for each in summaries.values()]
             units = [each.unit if self.in_bytes else 1 for each in summaries.values()]
             lasting, least = [each.has_hot_rows for each in summaries.values()], [each.least_rank for each in summaries.values()]
@@ -226,7 +228,7 @@ class RankScheduler:
 
     def _scores(self) -> dict[str, list[Tensor]]:
         scores = self._taylor.mean
-        if WORLD.several and scores is not None and not float(self._total_of_shares(scores)):
+        if scores is not None and not float(self._total_of_shares(scores)):
             raise UserError(NO_GRADIENTS)  # on all processes at once
         return self._taylor.scores()
 
@@ -281,11 +283,11 @@ class RankScheduler:
 
     def _compressed_bytes(self, compression: float, summaries: dict[str, ModuleSummary], least: int) -> int:
         """Return the bytes left for TT modules when the whole model is `compression` times smaller than its dense form."""
-        others = self._other_bytes
-        dense = others + sum(summary.dense_params * summary.unit for summary in summaries.values())
+        dense = self._other_bytes + sum(summary.dense_params * summary.unit for summary in summaries.values())
+        others = self._other_bytes + sum(summary.order_bytes for summary in summaries.values())
         if others + least >= dense / compression:
             raise UserError(
-                f"target_compression is {compression} but layers outside TT modules, and linear ones of rank 1, take "
+                f"target_compression is {compression} but layers outside TT modules, row orders, and linear ones of rank 1, take "
                 f"{others + least:,} of {dense:,} dense bytes: give less than {dense / max(1, others + least):.1f}, or compress "
                 "more layers"
             )
@@ -344,7 +346,7 @@ def allowed_size(progress: float, target: float) -> float:
 
 
 def _is_frozen(module: TTModule) -> bool:
-    return not any(parameter.requires_grad for parameter in (*module.cores(), *module.rank_parameters()))
+    return not all(rank.requires_grad for rank in module.rank_parameters())
 
 
 def _require_gradients(modules: Collection[TTModule], config: RankConfig) -> None:

@@ -26,6 +26,7 @@ class ModuleSummary:
         shape: modes and ranks of the whole module, also where it is sharded.
         dense_params: parameters of the dense module that it replaces.
         unit: bytes of a parameter.
+        order_bytes: bytes of a table's row order, which stay.
         scores: the score of each rank, [r_k] per bond; empty where no scores are needed.
         has_hot_rows: whether it is a table with hot rows. They share its scores, although many ids use only its cores.
         least_rank: ranks that every bond keeps: 1 in a linear layer, which lets nothing through without any.
@@ -34,6 +35,7 @@ class ModuleSummary:
     shape: TTShape
     dense_params: int
     unit: int
+    order_bytes: int = 0
     scores: tuple[Tensor, ...] = ()
     has_hot_rows: bool = False
     least_rank: int = 0
@@ -60,6 +62,7 @@ def gather_tt_modules(
                 shape=module.whole_shape,
                 dense_params=module.dense_params,
                 unit=module.core_0.element_size(),
+                order_bytes=0 if (order := getattr(module, "row_order", None)) is None else order.nbytes,
                 scores=tuple(score.cpu() for score in scores[name]) if scores else (),
                 has_hot_rows=isinstance(module, TTTable) and module.num_hot_rows > 0,
                 least_rank=int(isinstance(module, TTLinear)),

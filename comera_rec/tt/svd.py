@@ -33,7 +33,8 @@ def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]
     Args:
         weight: [M, N] with M <= shape.num_rows and N <= shape.num_cols; padded with zeros.
         shape: modes and the largest ranks.
-        rtol: relative error in the Frobenius norm that may be traded for smaller ranks; 0 keeps the ranks of `shape`.
+        rtol: relative error in the Frobenius norm that may be traded for smaller ranks; 0 keeps the ranks of `shape`. Errors below
+            1e-8 aren't told apart in large matrices.
 
     Returns:
         d cores; core k has shape (r_{k-1}, m_k, n_k, r_k) with r_k <= shape.ranks[k-1], at least 1. All but the last are
@@ -67,7 +68,8 @@ def tt_svd_spectra(
     if not rtol >= 0:
         raise UserError(f"rtol is {rtol}: give a non-negative number")
     weight = weight.detach()
-    scale = None if importance is None else _scale_of_digits(importance, shape).to(weight.device)
+    scale, unit = (None, 1.0) if importance is None else _scale_of_digits(importance, shape)
+    scale = None if scale is None else scale.to(weight.device)
     unfolding = _Unfolding(weight, shape, scale)
     tolerance = rtol / max(1, shape.order - 1) ** 0.5 * unfolding.norm()
     cores, spectra, rank = [], [], 1
@@ -88,7 +90,7 @@ def tt_svd_spectra(
         left = F.pad(left[:, :num_kept], (0, missing))
         remainder = F.pad(remainder[:num_kept], (0, 0, 0, missing))
         cores.append(left.reshape(rank, shape.row_shape[k], shape.col_shape[k], -1).to(weight.dtype))
-        spectra.append(F.pad(singular[:num_kept], (0, missing)))
+        spectra.append(F.pad(unit * singular[:num_kept], (0, missing)))
         rank = left.shape[1]
     remainder = remainder if cores else unfolding.whole()
     cores.append(remainder.reshape(rank, shape.row_shape[-1], shape.col_shape[-1], 1).to(weight.dtype))
@@ -97,12 +99,13 @@ def tt_svd_spectra(
     return cores, spectra
 
 
-def _scale_of_digits(importance: Tensor, shape: TTShape) -> Tensor:
-    """Return [m_1]: the root of the mean importance of each leading digit's rows, raised to at least 1e-3 of the overall mean."""
+def _scale_of_digits(importance: Tensor, shape: TTShape) -> tuple[Tensor, float]:
+    """Return [m_1], roots of each leading digit's importance, of at least 1e-3, over the mean of all; and that mean's root."""
     digit_rows = shape.num_rows // shape.row_shape[0]
     sums = torch.stack([part.double().sum() for part in importance.split(digit_rows)])
     means = F.pad(sums, (0, shape.row_shape[0] - len(sums))) / digit_rows
-    return means.clamp_min(1e-3 * means.mean()).clamp_min(torch.finfo(torch.float64).tiny).sqrt() if means.any() else means + 1
+    mean = float(means.mean())
+    return ((means / mean).clamp_min(1e-3).sqrt(), mean**0.5) if mean else (means + 1, 1.0)
 
 
 class _Unfolding:

@@ -138,6 +138,10 @@ def test_to_dict_is_plain_and_to_markdown_has_a_row_per_layer() -> None:
     assert plain["table_bytes"] == report.total("bytes", kind="table")
     assert plain["dense_table_bytes"] == report.total("dense_bytes", kind="table") == 4 * 16 * (401 + 30)
     assert [entry["ratio"] for entry in plain["layers"]] == [layer.ratio for layer in report.layers]
+    assert "Infinity" not in json.dumps(cr.compression_report(truncated(slice(None))).to_dict())
+    tied = nn.ModuleDict({"ids": nn.Embedding(50, 8), "scores": nn.Linear(8, 50)})
+    tied["scores"].weight = tied["ids"].weight
+    assert cr.compression_report(tied).total("params") == 50 * 8 + 50
     lines = report.to_markdown().splitlines()
     assert len(lines) == 2 + len(report.layers) + 1
     assert lines[3].startswith("| sparse_arch.embedding_bag_collection.tt_bags.t1 | 401 x 16 | tt | 3 4 | ")

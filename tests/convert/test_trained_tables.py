@@ -146,6 +146,22 @@ def test_given_orders_count_in_the_compression() -> None:
     assert model.tt_bag("groups").row_order.equal(order.int())
     assert model.tt_bag("other").row_order is None
     assert cr.compression_report(model).ratio >= 6
+    few = 0.9 * cr.TableCompression(min_rows=1).most_compression(model.embedding_bag_configs())
+    with pytest.raises(ValueError, match=r"can't be reached.* or lower compression to (\S+)") as caught:
+        cr.compress_(dense(rows), tables=cr.TableCompression(compression=few, min_rows=1), row_order={"groups": order})
+    least = float(str(caught.value).rpartition(" ")[2])
+    cr.compress_(dense(rows), tables=cr.TableCompression(compression=least, min_rows=1), row_order={"groups": order})
+    # Orders that are chosen leave room for the tables.
+    chosen = cr.TableCompression(compression=few, min_rows=1)
+    assert cr.compress_(dense(rows), tables=chosen, init="tt_svd", row_order="similarity").tt_bag("groups").row_order is None
+    optimizer = torch.optim.Adam(model.parameters())
+    ranks = cr.RankConfig(early_steps=1, late_steps=2, target_compression=12.0, truncate_every=1)
+    scheduler = cr.RankScheduler(model, optimizer, ranks)
+    for _ in range(3):
+        scheduler.loss(sum(bag.dense_matrix().square().mean() for bag in model.tt_bags.values())).backward()
+        optimizer.step()
+        scheduler.step()
+    assert cr.compression_report(model).ratio >= 12
     for row_order, init, message in [
         ({"else": order}, "random", "row_order names 'else'"),
         ("similarity", "random", "'similarity' with init='tt_svd'"),

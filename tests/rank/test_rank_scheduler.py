@@ -201,8 +201,9 @@ def test_a_schedule_that_needs_no_gradients_accepts_any_optimizer() -> None:
 
 
 def test_frozen_modules_keep_their_ranks_and_linear_ones_the_largest() -> None:
-    model = nn.ModuleDict({name: TTEmbeddingBag(ROWS, DIM, tt_ranks=8) for name in ("frozen", "trained")})
+    model = nn.ModuleDict({name: TTEmbeddingBag(ROWS, DIM, tt_ranks=8) for name in ("frozen", "trained", "fixed")})
     model["frozen"].requires_grad_(False)
+    model["fixed"].rank_1.requires_grad_(False)  # its cores are trained
     model["layer"] = TTLinear(DIM, DIM, tt_ranks=4)
     before = model["frozen"].dense_matrix()
     optimizer = Adam(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -211,10 +212,12 @@ def test_frozen_modules_keep_their_ranks_and_linear_ones_the_largest() -> None:
     ids = torch.arange(ROWS)[:, None]
     for _ in range(7):
         optimizer.zero_grad()
-        scheduler.loss((model["layer"](model["trained"](ids)) - model["frozen"](ids)).square().mean()).backward()
+        learned = model["layer"](model["trained"](ids)) + model["fixed"](ids)
+        scheduler.loss((learned - model["frozen"](ids)).square().mean()).backward()
         optimizer.step()
         scheduler.step()
     assert scheduler.stage == "done"
+    assert model["fixed"].shape.ranks == (8,)
     assert torch.equal(model["frozen"].dense_matrix(), before)
     assert (max(model["trained"].shape.ranks), model["layer"].shape.ranks) == (0, (1, 1, 1)), "a layer lets something through"
     refuse("no TT module that is trained: unfreeze at least one", RankScheduler, model.requires_grad_(False), optimizer, config)
@@ -237,7 +240,19 @@ def test_what_a_schedule_cannot_work_with_is_refused() -> None:
     run.go(1)
     run.model.requires_grad_(False)
     refuse("'table' was frozen after the RankScheduler was built: freeze modules before building it", run.scheduler.step)
-    refuse("is 300.0 but layers outside TT modules, and linear ones of rank 1, take", recommending, late(target_compression=300.0))
+    for objective in ("budget", "achievement"):  # the price is also computed where nothing is trained
+        run = recommending(late(early_steps=1, objective=objective, gamma=0.5, target_size=0.5))
+        with torch.inference_mode():
+            run.scheduler.loss(run.task_loss())
+        run.go(3)
+    run = recommending(late(objective="budget", target_size=0.5))
+    run.model.tables[2].forward = torch.no_grad()(run.model.tables[2].forward)
+    refuse(r"no loss of the late stage depends on 'tables\.2': freeze it before building", run.go, 50)
+    refuse(
+        "is 300.0 but layers outside TT modules, row orders, and linear ones of rank 1, take",
+        recommending,
+        late(target_compression=300.0),
+    )
     refuse("target_params is 20 but linear layers of rank 1 take", recommending, late(target_params=20))
 
 

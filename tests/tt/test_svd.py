@@ -134,6 +134,10 @@ def test_errors_of_important_rows_weigh_more(limits: dict[str, int], columns: in
     least = (tt_to_dense(best, shape)[:1190, :columns] - scale * weight).norm()
     assert error <= 1.02 * least
     assert error < 0.9 * (scale * (tt_to_dense(tt_svd(weight, shape), shape)[:1190, :columns] - weight)).norm()
+    tiny, of_tiny = tt_svd_spectra(weight.half(), shape, importance=1e-11 * importance.double())
+    difference = tt_to_dense([core.float() for core in tiny], shape) - tt_to_dense(cores, shape)
+    assert difference.norm() < 0.02 * weight.norm(), "a mean loss's squared gradients are tiny"
+    torch.testing.assert_close(of_tiny[0], 1e-11**0.5 * spectra[0], rtol=0.01, atol=0)
     alike, _ = tt_svd_spectra(weight, shape, importance=torch.zeros(1190))
     torch.testing.assert_close(tt_to_dense(alike, shape), tt_to_dense(tt_svd(weight, shape), shape), rtol=1e-3, atol=1e-3)
 
