@@ -121,12 +121,12 @@ def train_with(rank: int, collection: str, kind: str, device: str, name: str) ->
         model = shard(model, {"t": kind})
         assert not dict(in_backward_optimizer_filter(model.named_parameters())), "no parameter is left to another optimizer"
     else:
-        model = by_hand(model, KINDS[kind])
+        model = by_hand(model, KINDS[kind]).module  # its DistributedDataParallel sees no lookup
         optimizer = plain_sgd(model)
     state = copy.deepcopy(model.state_dict())
     start = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
     rows = train(model, 3, [rank], optimizer)
-    groups = (optimizer or model.fused_optimizer).param_groups
+    groups = (model.fused_optimizer if name else optimizer).param_groups
     assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
     for group in groups:
         group["lr"] = 0.0

@@ -35,7 +35,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
-from comera_rec.recsys.sharding.optimizers import OptimizerBuilders, apply_optimizers_, is_fused, padded_to
+from comera_rec.recsys.sharding.optimizers import OptimizerBuilders, apply_optimizers_, padded_to
 from comera_rec.recsys.sharding.replicas import ReplicatedLookup
 from comera_rec.tt import TTShape
 from data_pipeline.errors import UserError
@@ -167,19 +167,18 @@ class Part(nn.Module):
                 bag.to_empty(device=device)
                 bag.reset_parameters()
             apply_optimizers_(bag, builders[name], in_lookup=self._replicated_over is None)
-            for replica in bag.parameters() if self._replicated_over is not None else ():
-                is_divided = isinstance(bag, RowShard) and replica is bag.core_0
-                if is_fused(replica) and not is_divided:  # DistributedDataParallel does the same with the others
-                    values = replica.detach().contiguous()
-                    dist.broadcast(values, group=self._replicated_over, group_src=0)
-                    with torch.no_grad():
-                        replica.copy_(values)
+        for replica in self.replicas():
+            values = replica.detach().contiguous()
+            dist.broadcast(values, group=self._replicated_over, group_src=0)
+            with torch.no_grad():
+                replica.copy_(values)
 
-    def sharded_parameters(self) -> set[nn.Parameter]:
-        """Parameters that data parallelism must not touch: only this process holds them, or they are updated in backward."""
+    def replicas(self) -> list[nn.Parameter]:
+        """Parameters that every process holds, in the same order on each."""
+        if self._replicated_over is None:
+            return []
         divided = {bag.core_0 for bag in self.bags.values() if isinstance(bag, RowShard)}
-        parameters = {parameter for bag in self.bags.values() for parameter in bag.parameters()}
-        return {each for each in parameters if self._replicated_over is None or each in divided or is_fused(each)}
+        return [parameter for bag in self.bags.values() for parameter in bag.parameters() if parameter not in divided]
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Return the divisors of the bags that come back, in their shape; None if they need no division."""
