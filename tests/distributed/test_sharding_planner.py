@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from foreign_programs import managed_collisions
 from processes import run
 from refusals import refuse
 from torch import nn
+from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -14,8 +16,10 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardingEnv2D, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import fuse_embedding_optimizer
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
 
 import comera_rec as cr
@@ -61,6 +65,13 @@ def test_what_is_no_plan_for_tt_tables_is_refused() -> None:
     positions = PositionWeightedModuleCollection({"f_t": 3})
     processed = FeatureProcessedEmbeddingBagCollection(TTEmbeddingBagCollection([table("t", 100, 2)], is_weighted=True), positions)
     refuse("model has feature processors, which sharded TT tables send no gradients: keep", plan, processed)
+    tower = nn.Sequential(EmbeddingTower(users[0], nn.Linear(64, 1)))
+    sharders = [sharder, EmbeddingTowerSharder()]
+    refuse("0 has TT tables, which EmbeddingTowerSharder can't shard: leave", cr.TTShardingPlanner(topology).plan, tower, sharders)
+    assert cr.TTShardingPlanner(topology).plan(tower, [sharder]).plan.keys() == {"0.embedding"}
+    fused = nn.Sequential(TTEmbeddingBagCollection([table("t", 100, 2), table("s", 9)]))
+    fuse_embedding_optimizer(fused, torch.optim.SGD, {"lr": 0.1}, torch.device("cpu"))
+    refuse("dense tables are a FusedEmbeddingBagCollection, which isn't sharded: don't fuse them", plan, fused)
     refuse("over groups of processes that are replicas", sharder.shard, users[0], {}, object.__new__(ShardingEnv2D))
 
 

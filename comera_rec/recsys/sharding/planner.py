@@ -46,6 +46,7 @@ from data_pipeline.errors import UserError
 _FLOPS = {"cpu": 5e7, "cuda": 1e10}  # per ms, for products as small as these; an order of magnitude is enough to compare plans
 _ITEM = 4  # bytes of a float32, the type of bags and of a lookup's workspace whatever the table's type
 ADAM_STATES = 2
+_OURS = (TTEmbeddingBagCollectionSharder, TTManagedCollisionEmbeddingBagCollectionSharder)
 _MAX_PROPOSALS = 1000  # rated by the grid search in about a second; the other proposers' plans took at most 3 % longer
 
 
@@ -99,6 +100,14 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
                 managed_path(path, has_sharder=True)
             if isinstance(inner, TTEmbeddingBagCollection):
                 raise UserError(f"{path or 'the model'} has feature processors, which sharded TT tables send no gradients: {DENSE}")
+        sharder_of = {each.module_type: each for each in sharders}
+        for path, each in module.named_modules():
+            sharder = sharder_of.get(type(each))
+            has_tt_tables = any(isinstance(part, TTEmbeddingBagCollection) for part in each.modules())
+            if sharder and has_tt_tables and not isinstance(sharder, _OURS):
+                raise UserError(
+                    f"{path or 'the model'} has TT tables, which {type(sharder).__name__} can't shard: leave this sharder out"
+                )
         try:
             return super().plan(module, sharders)
         except PlannerError as error:

@@ -96,11 +96,17 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         device = device or torch.device("cpu")
         return ShardedTTEmbeddingBagCollection(module, params, env, self.dense_sharder_of(module), device, module_fqn)
 
-    def dense_sharder_of(self, module: TTEmbeddingBagCollection) -> EmbeddingBagCollectionSharder | EmbeddingCollectionSharder:
-        """Return the sharder of a collection's dense tables."""
-        if module.is_pooled:
-            return self.dense_sharder
-        return EmbeddingCollectionSharder(self.dense_sharder.fused_params, self.qcomm_codecs_registry)
+    def dense_sharder_of(self, module: TTEmbeddingBagCollection) -> Any:
+        """Return the sharder of a collection's dense tables; ValueError if these were replaced by something else."""
+        sharder: Any = self.dense_sharder
+        if not module.is_pooled:
+            sharder = EmbeddingCollectionSharder(self.dense_sharder.fused_params, self.qcomm_codecs_registry)
+        if not isinstance(module.dense_bags, sharder.module_type | None):
+            raise UserError(
+                f"the collection's dense tables are a {type(module.dense_bags).__name__}, which isn't sharded: don't fuse them; "
+                "the `fused_params` of the dense sharder give them an optimizer"
+            )
+        return sharder
 
     def shardable_parameters(self, module: TTEmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Return a tensor [num_embeddings, embedding_dim] for each table; a TT table's is on the meta device and never formed."""
@@ -109,9 +115,7 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
             for config in module.tt_configs()
         }
         dense_sharder: Any = self.dense_sharder_of(module)
-        if isinstance(module.dense_bags, dense_sharder.module_type):
-            tables |= dense_sharder.shardable_parameters(module.dense_bags)
-        return tables
+        return tables if module.dense_bags is None else tables | dense_sharder.shardable_parameters(module.dense_bags)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Raise ValueError: only planners call this, and TorchRec's would take a TT table for the dense one."""
