@@ -29,16 +29,25 @@ def resolved(output: Path) -> Path:
     """Resolve the symbolic links in an output path.
 
     Raises:
-        ValueError: it is a URL, leads to a link to itself, or is a mount point, which nothing can be renamed to.
+        ValueError: it is a URL, leads to a link to itself, is a mount point, which nothing can be renamed to, or isn't UTF-8.
     """
     if _URL.match(str(output)):
         raise UserError(f"`output` {output} is a URL, which this command can't write to; write to a local folder and copy it there")
     if os.path.ismount(output):
         raise UserError(f"`output` {output} is a mount point; name a folder in it, such as {output / 'data'}")
+    require_utf8("output", os.path.realpath(output))
     target = Path(os.path.realpath(output))  # leaves links to themselves, for which `Path.resolve` raises before Python 3.13
     if any(path.is_symlink() for path in (target, *target.parents)):
         raise UserError(f"`output` {output} leads to a symbolic link to itself; remove the link, or choose another `output`")
     return target
+
+
+def require_utf8(option: str, path: str) -> None:
+    """Refuse a path that can't be written as UTF-8, as manifests and Arrow need it."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"`{option}` {path!a} is not UTF-8; rename it") from None
 
 
 def refuse_overlap(output: Path, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:

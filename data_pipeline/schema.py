@@ -185,7 +185,7 @@ def read_schema(path: Path) -> LogSchema:
     if not path.is_file():
         raise UserError(f"`schema` {path} does not exist; check its name")
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text("utf-8-sig"))  # TOML is UTF-8, whatever the locale
         return _schema(content)
     except (ValueError, TypeError) as error:
         raise UserError(f"`schema` {path}: {error}") from error

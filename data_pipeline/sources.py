@@ -15,6 +15,7 @@ from typing import Any, TypeGuard, cast
 import fsspec.core
 import pyarrow as pa
 
+from data_pipeline.atomic import require_utf8
 from data_pipeline.errors import UserError
 
 Source = Path | str  # a URL is a str, because Path would drop one of its slashes
@@ -74,6 +75,7 @@ def identify_log(log: Source) -> LogIdentity:
     Raises:
         ValueError: the log is missing, a folder or empty, or can't be reached.
     """
+    require_utf8("input", name_of(log))
     try:
         if isinstance(log, Path):
             status = log.stat()

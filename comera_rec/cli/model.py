@@ -59,7 +59,7 @@ def compress(run: str, config_path: str, output: str, overrides: tuple[str, ...]
       comera compress --checkpoint runs/dense --config examples/demo.toml --output runs/small tables.compression=50
       comera train --config examples/demo.toml output=runs/small tables.compression=50
     """
-    trainer = compress_run(run, load_reachable_config(config_path, (*overrides, f"output={output}")))
+    trainer = compress_run(run, load_reachable_config(config_path, overrides, output))
     sizes = compression_report(trainer.model)
     click.echo(f"wrote {output}: {sizes.total('params'):,} parameters ({sizes.ratio:.1f}x smaller than dense)")
 

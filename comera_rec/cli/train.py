@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest
 
 
-def load_reachable_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
+def load_reachable_config(path: str | None, overrides: Sequence[str], output: str | None = None) -> RunConfig:
     """Read a run's config, with the file's `tables.compression` lowered, and a line about it, if its tables can't reach that."""
-    config = load_config(path, overrides)
+    folder = [] if output is None else [f"output={json.dumps(output, ensure_ascii=False)}"]  # a text, whatever it looks like
+    config = load_config(path, [*overrides, *folder])
     if any(override.startswith("tables.compression=") for override in overrides):
         return config
     reachable = with_reachable_compression(config, Schema.from_manifest(read_manifest(config.data.path)))
@@ -62,7 +64,7 @@ def train(
       comera train --config examples/demo.toml data.path=data/ output=runs/compressed training.epochs=2
       torchrun --nproc-per-node 2 --max-restarts 3 -m comera_rec.train --config examples/demo.toml data.path=data/
     """
-    config = load_reachable_config(config_path, (*overrides, *([] if output is None else [f"output={output}"])))
+    config = load_reachable_config(config_path, overrides, output)
     trainer = Trainer(config, after=None if after is None else start_after(after, config))
     is_first = WORLD.is_first  # after leaving the group, every process is alone
     try:

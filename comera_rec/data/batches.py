@@ -141,7 +141,7 @@ class ParquetBatches(IterableDataset[Batch]):
         if not 0 < batches <= self.rows // readers:
             raise UserError(
                 f"batch_size {self.batch_size} on {readers} readers doesn't divide {self.rows} rows into equal batches; "
-                f"lower batch_size, use fewer processes or workers, or set drop_last=False (it is {self.drop_last})"
+                "lower batch_size, or use fewer processes or workers"
             )
         return batches
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import json
 import math
@@ -216,7 +217,7 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
     raw: dict[str, Any] = {}
     if path is not None:
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_text("utf-8-sig")
             raw = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
         except ValueError as error:
             raise UserError(f"{path} can't be parsed: {error}") from None
@@ -266,9 +267,10 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raw.pop(name, None)
         return
     try:
-        raw[name] = tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        raw[name] = text
+        value = text
+    raw[name] = text if isinstance(value, datetime.date | datetime.time) else value  # no key is a time, but folders have such names
 
 
 def _section(kind: Any) -> type | None:

@@ -79,6 +79,7 @@ def test_content(tmp_path: Path, write_log: WriteLog, content: bytes, message: s
     [
         ("pipe", r"`input` .*pipe is a pipe or a device, and logs are read twice; write it to a file"),
         ("nowhere.tsv", r"`input` .*nowhere.tsv does not exist"),
+        ("donn\udce9es.tsv", r"`input` 'donn\\udce9es.tsv' is not UTF-8; rename it"),
         (".", "is a folder; name the files in it"),
         ("memory://nowhere", "`input` memory://nowhere does not exist; check its name"),
         ("memory://logs", "`input` memory://logs is a folder; name the files in it, such as memory://logs/day_"),
@@ -194,7 +195,7 @@ def test_input_that_changes_during_the_run(tmp_path: Path, write_log: WriteLog, 
     ("text", "message"),
     [
         ("[columns", "Expected"),
-        ("[columns]\n", "it needs a table [columns]"),
+        ("\ufeff[columns]\n", "it needs a table [columns]"),
         ("colums = 1", "colums is unknown; choose from columns, format, header, missing, separator"),
         ('[columns]\na = "number"', "a: kind 'number' is unknown; choose one of ignore, label, integer, hex, category, list"),
         ('[columns]\na = { kind = "list", sep = "|" }', "a: sep is unknown; choose from column, hash_buckets, kind, max_length"),

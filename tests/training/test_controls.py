@@ -31,12 +31,13 @@ MINIMAL = {"output": "runs/x", "data": {"path": "data"}}
 
 def test_defaults_and_overrides(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text('output = "a"\n[data]\npath = "d"\n[ranks]\nearly_steps = 5\n')
+    path.write_text('\ufeffoutput = "a"\n[data]\npath = "d"\n[ranks]\nearly_steps = 5\n')
     overrides = ["output=b", "model.over_arch=[64, 32]", "tables.tt_ranks=[3]", "optimizer.lr_dense=1e-3", "ranks=none"]
     config = load_config(path, overrides)
     assert (config.output, config.data.batch_size, config.ranks) == ("b", 2048, None)
     assert (config.model.over_arch, config.tables.tt_ranks, config.optimizer.lr_dense) == ((64, 32), (3,), 1e-3)
     assert load_config(None, ["data.path=data", "output=runs/x", "seed=2"]) == parse_config({**MINIMAL, "seed": 2})
+    assert load_config(None, ["data.path=data", "output=2026-01-31T12:00:01"]).output == "2026-01-31T12:00:01", "no time"
 
 
 @pytest.mark.parametrize(
