@@ -57,6 +57,10 @@ FORMS = {
         overrides=("tables.format=dense", "linears.format=dense", "ranks=none"), key="optimizer.lr_tables",
         rates=(0.0125, 0.025, 0.05, 0.1),
     ),
+    "dense + MLP rate": Form(
+        overrides=("tables.format=dense", "linears.format=dense", "ranks=none", "optimizer.lr_tables=0.05"),
+        key="optimizer.lr_dense", rates=(0.001, 0.004, 0.008, 0.0005, 0.016),
+    ),
     "TT adaptive": Form(overrides=("tables.hot_rows=0",), key="optimizer.lr_cores", rates=(0.0015, 0.003, 0.006, 0.01)),
     "TT + rows adaptive": Form(overrides=("tables.hot_rows=auto",), key="optimizer.lr_cores", rates=(0.0008, 0.0015, 0.003, 0.006)),
 }  # fmt: skip
@@ -66,7 +70,7 @@ SIZES = (
     ),
     Size(
         data="synth-10M", rows=10_000_000, scale=1.0, min_count=1, batch=2048, steps=1000, early=200, late=300,
-        compressions=(99, 500, 1000), forms=("dense", "TT + rows adaptive"),
+        compressions=(99, 500, 1000), forms=("dense", "dense + MLP rate", "TT + rows adaptive"),
     ),
 )  # fmt: skip
 QUICK = tuple(replace(size, rows=20_000, scale=0.02, batch=128, steps=40, early=10, late=20, compressions=(20,)) for size in SIZES)
@@ -121,7 +125,7 @@ def _cases(size: Size, settings: Settings) -> list[tuple[dict[str, Any], Sequenc
         )
         for compression in size.compressions
         for name, form in forms.items()
-        if compression == size.compressions[0] or name != "dense"
+        if compression == size.compressions[0] or not name.startswith("dense")
     ]
 
 
