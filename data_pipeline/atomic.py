@@ -133,6 +133,24 @@ def locked(output: Path) -> Iterator[None]:
 
 
 @contextmanager
+def folder_beside(output: Path) -> Iterator[Path]:
+    """Yield an empty hidden folder beside an output, which is locked; the folder is removed in the end, or by the next process.
+
+    Raises:
+        ValueError: another process is writing the output.
+    """
+    make_parent(output)
+    folder = hidden(output, "partial")
+    with locked(output):
+        remove(folder)
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            remove(folder)
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path that is synced and renamed to `path` when the block ends, or removed if it raises."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two workers of a cluster may write the same part

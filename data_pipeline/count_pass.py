@@ -18,7 +18,7 @@ from data_pipeline.job import Job
 from data_pipeline.manifest import InputFile, RejectedLine
 from data_pipeline.parse import Parsed, list_elements
 from data_pipeline.parts import Part
-from data_pipeline.passes import PartRecord, part_name, pass_over, rejected_lines
+from data_pipeline.passes import PartRecord, by_log, part_name, pass_over, rejected_lines
 from data_pipeline.runs import Run, count_keys, write_run
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Rows
@@ -134,8 +134,9 @@ def describe_inputs(job: Job, parts: Sequence[PartCounts]) -> tuple[tuple[InputF
     """Return the logs as read, and their first malformed lines."""
     inputs: list[InputFile] = []
     rejected: list[RejectedLine] = []
+    of_logs = by_log(parts)
     for log, identity in enumerate(job.logs):
-        records = [part for part in parts if part.log == log]
+        records = of_logs[log]
         rejected += [RejectedLine(file=identity.name, line=line, reason=text) for line, text in rejected_lines(job, log, records)]
         lines, malformed = sum(record.lines for record in records), sum(record.rejected for record in records)
         inputs.append(InputFile(name=identity.name, bytes=identity.bytes, rows_in=lines, rows_rejected=malformed))
@@ -144,7 +145,8 @@ def describe_inputs(job: Job, parts: Sequence[PartCounts]) -> tuple[tuple[InputF
 
 def split_bounds(job: Job, parts: Sequence[PartCounts]) -> tuple[int, int]:
     """Return the numbers of the first validation and test rows, if splits go by position."""
-    return job.splitting.bounds([sum(part.rows for part in parts if part.log == log) for log in range(len(job.logs))])
+    of_logs = by_log(parts)
+    return job.splitting.bounds([sum(part.rows for part in of_logs[log]) for log in range(len(job.logs))])
 
 
 def train_and_rest(job: Job, parts: Sequence[PartCounts]) -> list[GroupCounts]:

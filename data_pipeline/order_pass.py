@@ -24,7 +24,7 @@ from data_pipeline.hashing import shares
 from data_pipeline.job import Job
 from data_pipeline.manifest import CategoricalColumn, describe_file, read_row_groups
 from data_pipeline.parts import Part
-from data_pipeline.passes import Key, work_on_parts
+from data_pipeline.passes import Key, by_log, work_on_parts
 from data_pipeline.runs import Counted
 from data_pipeline.shards import Encoder
 from data_pipeline.similarity import similarity_order
@@ -65,7 +65,8 @@ def _sample(job: Job, parts: Sequence[PartCounts], encoder: Encoder, sizes: np.n
     training = [part for part in parts if (job.splitting.by_row or part.first_row < job.bounds[0]) and part.rows]
     cells = sum(part.rows for part in training) * len(sizes)
     chosen = {part.key: part.first_row for part in training[:: max(1, cells // most_cells)]}
-    done = {log: {part.number for part in parts if part.log == log and part.key not in chosen} for log, _ in chosen}
+    of_logs, logs = by_log(parts), dict.fromkeys(log for log, _ in chosen)
+    done = {log: {part.number for part in of_logs[log] if part.key not in chosen} for log in logs}
     most = 4 * most_cells // max(1, len(chosen))
     sampled = work_on_parts(job, partial(_sample_part, encoder, sizes, most), done, chosen)
     samples = dict(tqdm(sampled, desc="sampling", total=len(chosen), unit="part", disable=None))

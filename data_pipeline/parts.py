@@ -12,6 +12,7 @@ import csv
 import gzip
 import itertools
 import lzma
+import mmap
 import re
 import zlib
 from collections import Counter
@@ -242,7 +243,8 @@ def _text_parts(log: int, source: Source, compression: str | None, part_bytes: i
     """Yield parts of a text; a compressed one can't be read from anywhere but its beginning."""
     count = None if compression else _count_plain(identify_log(source).bytes, part_bytes)
     room = part_bytes + LONGEST_LINE + 1  # of a part, the byte before it and the rest of its last line
-    text, filled = bytearray(room + 1), 0  # what has been read from `offset` on
+    # What has been read from `offset` on; memory is taken only where text comes, which spares small logs a part's worth of zeros.
+    text, filled = mmap.mmap(-1, room + 1, flags=mmap.MAP_PRIVATE), 0
 
     def line_end(position: int) -> int:
         """Return the end of the line that contains the byte at `position` of the text: after its newline, or the end of the log."""

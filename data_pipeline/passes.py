@@ -5,6 +5,7 @@ Threads suffice because all slow work runs outside Python's lock: decompressing,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import closing
@@ -61,6 +62,14 @@ Record = TypeVar("Record", bound=PartRecord)
 def part_name(part: Part | PartRecord) -> str:
     """Return the name of a part's files in the work folder."""
     return f"{part.log:05d}-{part.number:06d}"
+
+
+def by_log(records: Iterable[Record]) -> Mapping[int, list[Record]]:
+    """Group parts by their log; one without rows may have none."""
+    grouped = defaultdict[int, list[Record]](list)
+    for record in records:
+        grouped[record.log].append(record)
+    return grouped
 
 
 def pass_over(
@@ -195,14 +204,16 @@ def _on_executor(job: Job, work: Work[Result], done: Done, details: Mapping[Key,
     assert job.executor, "the caller has checked this"
     inputs = tuple(log.absolute() if isinstance(log, Path) else log for log in job.options.inputs)
     remote = partial(_work_on, replace(job, executor=None, options=replace(job.options, inputs=inputs)), work)
-    futures = []
+    futures, of_logs = [], defaultdict[int, dict[Key, Any]](dict)
+    for key, detail in details.items():
+        of_logs[key[0]][key] = detail
     for log, leave_out in done.items():
-        parts, of_log = count_parts(inputs[log], job.options.part_bytes), {key: details[key] for key in details if key[0] == log}
+        parts = count_parts(inputs[log], job.options.part_bytes)
         if parts is None:
-            futures.append(job.executor.submit(remote, log, frozenset(leave_out).__contains__, of_log))
+            futures.append(job.executor.submit(remote, log, frozenset(leave_out).__contains__, of_logs[log]))
             continue
         for number in set(range(parts)).difference(leave_out):
-            futures.append(job.executor.submit(remote, log, number.__ne__, {(log, number): of_log.get((log, number))}))
+            futures.append(job.executor.submit(remote, log, number.__ne__, {(log, number): details.get((log, number))}))
     try:
         for future in as_completed(futures):
             yield from future.result()

@@ -24,6 +24,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -106,12 +107,12 @@ class LogSchema:
         """Name of the column of row weights; None if there is none."""
         return next(iter(self.of_kind("weight")), None)
 
-    @property
+    @cached_property
     def integers(self) -> tuple[str, ...]:
         """Names of the numeric columns of all kinds."""
         return self.of_kind(*_NUMBERS)
 
-    @property
+    @cached_property
     def number_dtype(self) -> np.dtype:
         """dtype of parsed numbers."""
         columns = [self.column_of(name) for name in self.integers]
@@ -128,20 +129,24 @@ class LogSchema:
         """Whether `parse` can read logs of this format and these kinds of columns."""
         return self.format != "jsonl" and not self.missing and all(column.kind in KINDS for column in self.columns)
 
-    def column_of(self, name: str) -> Column:
-        return next(column for column in self.columns if column.name == name)
+    @cached_property
+    def _by_name(self) -> dict[str, Column]:
+        return {column.name: column for column in self.columns}
 
-    @property
+    def column_of(self, name: str) -> Column:
+        return self._by_name[name]
+
+    @cached_property
     def singles(self) -> tuple[str, ...]:
         """Names of the categorical columns of one value per row."""
         return self.of_kind("hex", "category")
 
-    @property
+    @cached_property
     def lists(self) -> tuple[str, ...]:
         """Names of the categorical columns of any number of values per row."""
         return self.of_kind("list")
 
-    @property
+    @cached_property
     def categories(self) -> tuple[str, ...]:
         """Names of the categorical columns: singles, then lists. Column numbers follow this order everywhere."""
         return self.singles + self.lists

@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ from data_pipeline.atomic import (
 Record = TypeVar("Record")
 Tell = Callable[[str], None]
 FOLDERS = ("counts", "tables", "ranked/vocabulary", "shards", "data")
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 class WorkFolder:
@@ -62,7 +64,7 @@ class WorkFolder:
     def load(self, name: str, kind: type[Record]) -> Record | None:
         """Read what was saved; None if there is nothing."""
         path = self.path / f"{name}.json"
-        return TypeAdapter(kind).validate_json(path.read_bytes()) if path.exists() else None
+        return _adapter(kind).validate_json(path.read_bytes()) if path.exists() else None
 
     def once(self, name: str, kind: type[Record], make: Callable[[], Record]) -> Record:
         """Read what was saved as <name>.json, or make and save it: a dataclass, or a tuple of dataclasses."""
@@ -70,7 +72,7 @@ class WorkFolder:
         if record is None:
             record = make()
             with replacing(self.path / f"{name}.json") as temporary:
-                temporary.write_bytes(TypeAdapter(kind).dump_json(record))
+                temporary.write_bytes(_adapter(kind).dump_json(record))
         return record
 
 

@@ -21,6 +21,7 @@ from comera_rec.training.evaluation import evaluate as evaluate_model
 from comera_rec.training.from_runs import compress_run
 from comera_rec.training.model import Schema
 from comera_rec.training.runs import load_run, require_data
+from data_pipeline.atomic import folder_beside
 from data_pipeline.errors import UserError
 
 
@@ -120,10 +121,9 @@ def _export_dense(run: Path, output: Path, *, last: bool) -> None:
         raise UserError(f"{output} exists: give a new folder, or the name of a package, which ends in .pt2")
     model, config, schema = load_run(run, last=last)
     dense = export_dense(model)
-    partial = output.with_name(output.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    torch.save(dense.state_dict(), partial / "model.pt")
     description = {"model": config.to_dict()["model"], "tables": schema.sparse, "dense_features": list(schema.dense)}
-    (partial / "model.json").write_text(json.dumps(description, indent=2) + "\n")
-    partial.rename(output)
+    with folder_beside(output) as folder:
+        torch.save(dense.state_dict(), folder / "model.pt")
+        (folder / "model.json").write_text(json.dumps(description, indent=2) + "\n")
+        folder.rename(output)
     click.echo(f"wrote {output}/model.pt: {compression_report(dense).total('bytes'):,} bytes of dense parameters")

@@ -52,8 +52,8 @@ def train(
     """Train a model, dense or compressed: DLRM, or another `model.architecture`.
 
     Everything is written to the config's `output` folder, with a report.html at the end. Running the command again resumes from the
-    last checkpoint. SIGTERM and Ctrl-C stop after the current step, with a checkpoint. Under torchrun tables are sharded over the
-    processes, which share each batch; `--max-restarts` resumes from the last checkpoint.
+    last checkpoint. SIGTERM, SIGHUP and Ctrl-C stop after the current step, with a checkpoint. Under torchrun tables are sharded
+    over the processes, which share each batch; `--max-restarts` resumes from the last checkpoint.
 
     With --after, a new run starts from the weights, ranks and optimizer state of another one. Its data are the other run's, or come
     from them by `comera transform`; with --extend, new ids get rows.

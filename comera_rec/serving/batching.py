@@ -87,8 +87,9 @@ def _answer(requests: Sequence[_Waiting]) -> None:
         if len(requests) == 1:
             requests[0].outputs.set_exception(error)
             return
-        for request in requests:  # find the one at fault
-            _answer([request])
+        half = len(requests) // 2  # to find the one at fault
+        _answer(requests[:half])
+        _answer(requests[half:])
         return
     begin = 0
     for request in requests:

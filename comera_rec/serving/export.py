@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +46,7 @@ from comera_rec.serving.package import (
     seal,
     write_weights,
 )  # fmt: skip
+from data_pipeline.atomic import folder_beside
 from data_pipeline.errors import UserError
 
 SUFFIXES = (".pt2", ".onnx", ".weights")
@@ -101,7 +101,7 @@ def put_in_place(path: Path, write: Callable[[Path, ServingModel | None], ModelM
         write: called with the path to write to, and the package that MODEL.weights is for.
 
     Raises:
-        ValueError: for a path that no package can be written to.
+        ValueError: for a path that no package can be written to, or that another process is writing.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder: name a file, such as {path / 'model.pt2'}")
@@ -110,14 +110,12 @@ def put_in_place(path: Path, write: Callable[[Path, ServingModel | None], ModelM
     if path.suffix != ".onnx":
         require_package(path)
     package = ServingModel(path.with_suffix(".pt2")) if path.suffix == ".weights" else None
-    parent = path.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=parent) as work:
-        written = Path(work, path.name)
+    with folder_beside(path) as work:
+        written = work / path.name
         metadata = write(written, package)
         if path.suffix != ".onnx":
             seal(written, metadata)
-        for beside in Path(work).iterdir():  # a library, or the weights of a large ONNX file
+        for beside in work.iterdir():  # a library, or the weights of a large ONNX file
             if beside != written:
                 beside.replace(path.with_name(beside.name))
         written.replace(path)

@@ -9,8 +9,11 @@ The work is done in parts, to bound memory and let a killed run resume; a split'
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -160,9 +163,24 @@ def _executor(workers: int) -> Iterator[Executor]:
     else:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        executor = ProcessPoolExecutor(workers, context)
-    with executor:
-        yield executor
+        executor = ProcessPoolExecutor(workers, context, initializer=_end_with_parent)
+    try:
+        with executor:
+            yield executor
+    except BrokenProcessPool as error:
+        raise UserError("a worker died, probably out of memory: lower `workers`, and run the command again to resume") from error
+
+
+def _end_with_parent() -> None:
+    """Let this process end when its parent does, or it would go on with queued parts, among those of the next run."""
+    parent = multiprocessing.parent_process()
+    assert parent, "this is a worker"
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:

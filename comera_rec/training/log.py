@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,9 @@ class Progress:
 
 
 def tell(line: str) -> None:
-    """Print a line on standard error, above a bar if there is one."""
-    tqdm.write(line, file=sys.stderr)
+    """Print a line on standard error, above a bar if there is one; nobody needs to read it (`2>&1 | head -1`)."""
+    with suppress(OSError):
+        tqdm.write(line, file=sys.stderr)
 
 
 def _is_before(line: str, step: int, evaluated: bool) -> bool:

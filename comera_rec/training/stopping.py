@@ -1,4 +1,4 @@
-"""Stopping between two steps: by SIGTERM or Ctrl-C, which all processes act on at the same step."""
+"""Stopping between two steps: by SIGTERM, SIGHUP or Ctrl-C, which all processes act on at the same step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from comera_rec.distributed import WORLD
 
 
 class Interrupted(Exception):
-    """Training was asked to stop (SIGTERM, SIGINT) and left a checkpoint."""
+    """Training was asked to stop (SIGTERM, SIGHUP, SIGINT) and left a checkpoint."""
 
     def __init__(self, signal_number: int, step: int) -> None:
         super().__init__(
@@ -25,7 +25,9 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """Context manager that records SIGTERM and SIGINT; a SIGINT after either ends the process at once, wherever it is.
+    """Context manager that records SIGTERM, SIGHUP unless it is ignored (`nohup`), and SIGINT.
+
+    A SIGINT after any of them ends the process at once, wherever it is.
 
     With several processes, each calls the same methods at the same step.
 
@@ -38,7 +40,9 @@ class StopSignals:
         self._pending: Callable[[], Tensor] | None = None
 
     def __enter__(self) -> StopSignals:
-        self._handlers: dict[int, Any] = {number: signal.signal(number, self._record) for number in (signal.SIGTERM, signal.SIGINT)}
+        hang_up = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else set()
+        numbers = {signal.SIGTERM, signal.SIGINT} | hang_up
+        self._handlers: dict[int, Any] = {number: signal.signal(number, self._record) for number in numbers}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:

@@ -199,7 +199,7 @@ class Trainer:
         """Train to the end, evaluate on the test split, and write result.json.
 
         Raises:
-            Interrupted: after SIGTERM or SIGINT, with a checkpoint written.
+            Interrupted: after SIGTERM, SIGHUP or SIGINT, with a checkpoint written.
             Diverged: if the loss, or a weight that is to be saved, is not finite; the last good checkpoint stays.
             ValueError: if the folder holds another run, or its last checkpoint is damaged, or another process is writing it.
             OSError: if a checkpoint can't be written.

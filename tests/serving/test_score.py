@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
+import os
 import re
 import shutil
+import signal
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,7 @@ from page_commands import run_commands
 from refusals import refuse
 
 from comera_rec.serving.package import ServingModel
-from comera_rec.serving.score import ScoreOptions, flat_rows, score
+from comera_rec.serving.score import ScoreOptions, _executor, flat_rows, score
 from data_pipeline.manifest import read_manifest
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
@@ -74,6 +79,33 @@ def test_resumed_after_a_malformed_line(model: Path, data: Path, tmp_path: Path)
     table = pq.read_table(stopped.output)
     assert table["line"].to_pylist() == [*range(1, 251), *range(252, 302)]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def _use_worker(function: Callable[..., object], argument: object) -> None:
+    with _executor(2) as executor:
+        executor.submit(function, argument).result()
+
+
+def _outlive_parent(path: Path) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(0.5)
+    path.touch()
+
+
+def _die_before_worker(path: Path) -> None:
+    multiprocessing.get_context = lambda _: multiprocessing.context.ForkContext()  # type: ignore[assignment]  # imports nothing
+    _use_worker(_outlive_parent, path)
+
+
+def test_processes_die(tmp_path: Path) -> None:
+    """A worker that dies ends the run in a line, and workers end with a parent that is killed."""
+    refuse("a worker died, probably out of memory: lower `workers`, and run the command again to resume", _use_worker, os._exit, 1)
+    parent = multiprocessing.get_context("forkserver").Process(target=_die_before_worker, args=(tmp_path / "outlived",))
+    parent.start()
+    parent.join()
+    assert parent.exitcode == -signal.SIGKILL
+    time.sleep(0.8)
+    assert not list(tmp_path.iterdir())
 
 
 def test_new_days(model: Path, data: Path, tmp_path: Path) -> None:

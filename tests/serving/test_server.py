@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -15,8 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,7 +30,7 @@ import torch
 import uvloop
 from refusals import refuse
 
-from comera_rec.serving.batching import merge
+from comera_rec.serving.batching import Batcher, merge
 from comera_rec.serving.package import FeatureInput, ModelMetadata, ServingModel, TensorInput
 from comera_rec.serving.score import flat_rows
 from comera_rec.serving.server import ServeOptions, Server, listen, serve
@@ -391,7 +394,7 @@ def test_port_in_use(model: Path) -> None:
 
 
 def test_merged_requests() -> None:
-    """Rows of two keys keep their values and weights, including lists of any length."""
+    """Rows of two keys keep their values and weights, including lists of any length; a bad one leaves the others their answers."""
     features = FeatureInput(prefix="", keys={"a": None, "b": None}, is_weighted=True)
     inputs = (TensorInput(name="dense", datatype="FP32", shape=(-1, 1)), features)
     metadata = ModelMetadata(
@@ -404,6 +407,25 @@ def test_merged_requests() -> None:
     assert values.tolist() == [1, 2, 3, 1, 2, 3, 10, 4, 5, 10]
     assert lengths.tolist() == [2, 1, 0, 2, 1, 0, 1, 2, 0, 1]
     assert weights.tolist() == [value / 10 for value in values.tolist()]
+
+    calls = []
+
+    def run(rows: torch.Tensor) -> list[torch.Tensor]:
+        calls.append(len(rows))
+        if 37 in rows:
+            raise ValueError("bad")
+        return [rows]
+
+    async def ask() -> list[Any]:
+        batcher, by_row = Batcher(max_rows=64, max_queue=64), replace(metadata, inputs=inputs[:1], is_by_row=True)
+        version: Any = SimpleNamespace(metadata=by_row, model=SimpleNamespace(run=run), number="")
+        answers = [batcher.add(version, [np.full((1, 1), number)], 1) for number in range(64)]
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    answers = asyncio.run(ask())
+    assert str(answers.pop(37)) == "bad"
+    assert [int(outputs[0][0, 0]) for outputs, _ in answers] == [*range(37), *range(38, 64)]
+    assert len(calls) == 13, "halves find the one at fault"
 
 
 def test_load_with_new_versions(package: Callable[[str], Path], data: Path, tmp_path: Path) -> None:

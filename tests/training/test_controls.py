@@ -253,7 +253,9 @@ def test_any_column_name_works_from_log_to_export(config_file: Path, tmp_path: P
     page = (tmp_path / "run" / "report.html").read_text()
     assert all(f">{name}<" in page for name in names)
     assert call("evaluate", "--checkpoint", tmp_path / "run", "--data", data) == 0
+    (tmp_path / ".exported.partial" / "of a killed one").mkdir(parents=True)
     assert call("export", "--checkpoint", tmp_path / "run", "--output", tmp_path / "exported") == 0
+    assert sorted(path.name for path in tmp_path.rglob("*") if "exported" in str(path)) == ["exported", "model.json", "model.pt"]
     assert call("export", "--checkpoint", tmp_path / "run", "--output", tmp_path / "exported") == 2
     assert list(json.loads((tmp_path / "exported" / "model.json").read_text())["tables"]) == names
     state = torch.load(tmp_path / "exported" / "model.pt")

@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import BinaryMetrics
 from comera_rec.training.from_runs import compress_run
-from comera_rec.training.log import MetricsLog
+from comera_rec.training.log import MetricsLog, tell
 from comera_rec.training.model import Schema, table_configs
 from comera_rec.training.runs import load_run, require_fit
 from comera_rec.training.start import start_from_vectors_, starting_rows
@@ -109,14 +110,19 @@ def test_sigterm_stops_an_evaluation_and_the_next_run_repeats_it(
     assert [(line["step"], line["split"]) for line in lines(folder, "eval")][-2:] == [(12, "val"), (12, "test")]
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_second_ctrl_c_ends_the_process_at_once(second: signal.Signals) -> None:
     child = os.fork()
     if not child:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            noted = not signals.after_step()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with StopSignals() as signals:
             os.kill(os.getpid(), signal.SIGINT)
-            noted = signals.after_step() == signal.SIGINT
+            noted &= signals.after_step() == signal.SIGINT
             os.kill(os.getpid(), second)
         os._exit(17 if noted else 1)
     status = os.waitpid(child, 0)[1]
@@ -147,7 +153,9 @@ def test_a_run_resumes_with_moved_data_but_not_other_data_or_settings(config_fil
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_run_goes_on_without_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_without_tensorboard_or_readers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = MetricsLog(tmp_path, 0)
     shutil.rmtree(tmp_path / "tensorboard")
     for step in range(99):
@@ -157,6 +165,8 @@ def test_a_run_goes_on_without_tensorboard(tmp_path: Path, capsys: pytest.Captur
     log.close()
     assert [line["step"] for line in lines(tmp_path, "train")] == list(range(99))
     assert capsys.readouterr().err.count("cannot write TensorBoard events (No such file or directory); the run goes on") == 1
+    monkeypatch.setattr("sys.stderr.write", Mock(side_effect=BrokenPipeError))
+    tell("progress")
 
 
 def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None:
