@@ -71,7 +71,7 @@ class _Fit:
     def __init__(self, table: TTTable, weight: Tensor, importance: Tensor | None, *, chooses: bool) -> None:
         self.table, self.weight = table, table.by_row(weight.detach())
         self.importance = None if importance is None else table.by_row(importance)
-        self.hot = self.weight[: table.num_hot_rows]
+        self.hot = self.weight[: table.num_hot_rows].to(torch.promote_types(weight.dtype, torch.float32))  # blocks exceed halves
         self.spans = [slice(block.first, block.first + block.num_rows) for block in table.hot_blocks()]
         shape, blocks = table.shape, [block.shape for block in table.hot_blocks()]
         self.shapes = [shape, *blocks]

@@ -58,7 +58,7 @@ class TTTable(TTModule):
     ) -> None:
         require_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         require_bags_impl(impl)
-        require_blocks(hot_rows, num_embeddings)
+        require_blocks(hot_rows := tuple(hot_rows), num_embeddings)
         shape = table_shape(num_embeddings, embedding_dim, shape, tt_ranks)
         super().__init__(num_embeddings, embedding_dim, shape, std, device=device, dtype=dtype)
         self.impl = impl
