@@ -125,8 +125,10 @@ class _Unfolding:
         self.columns = shape.num_rows * shape.num_cols // self.rows
 
     def is_large(self, rank: int) -> bool:
-        """Return whether A is too large to copy or to decompose exactly."""
+        """Return whether A is too large to copy or to decompose exactly, or its Gram matrix is faster and as exact."""
         short_side = min(self.rows, self.columns)
+        if self.dtype == torch.float32 and self.rows <= min(_EXACT_LIMIT, self.columns // 8):
+            return True
         return self.weight.numel() > _WHOLE_LIMIT or (short_side > _EXACT_LIMIT and rank + _OVERSAMPLING < short_side)
 
     def norm(self) -> Tensor:
