@@ -56,8 +56,8 @@ class TTEmbedding(TTTable):
         Raises:
             ValueError: naming the id and the limit, if an id is out of range (checked on CPU).
         """
-        ends = torch.arange(input.numel() + 1, device=input.device)  # bags of one id
-        rows_TN = tt_bags(self.group(), self.plan(input), ends, num_cols=self.embedding_dim, impl=self.impl)
+        plan, ends = self.plan(input), torch.arange(input.numel() + 1, device=input.device)  # bags of one id
+        rows_TN = tt_bags(self.group(), plan, ends, num_cols=self.embedding_dim, impl=self.impl)
         rows = rows_TN.view(*input.shape, self.embedding_dim)
         return rows if self.padding_idx is None else rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
 
@@ -73,6 +73,8 @@ class TTEmbedding(TTTable):
         Returns:
             [..., M]; 0 for `padding_idx`, whose row is zero.
         """
+        if input.shape[-1:] != (self.embedding_dim,):
+            raise UserError(f"input has shape {tuple(input.shape)}: give [..., {self.embedding_dim}], a number for each column")
         scores = self._all_logits(input)
         if self.padding_idx is None:
             return scores

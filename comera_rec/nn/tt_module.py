@@ -47,6 +47,8 @@ class TTModule(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not 0 <= std < math.inf:
+            raise UserError(f"std is {std}: give a finite number of at least 0")
         shape.require_covers(num_rows, num_cols)
         self.num_rows = num_rows
         self.num_cols = num_cols

@@ -215,8 +215,10 @@ class TTTable(TTModule):
 
         Raises:
             ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU); for ids of another type
-                than int32 or int64.
+                than a tensor of int32 or int64.
         """
+        if not isinstance(ids, Tensor):
+            raise UserError(f"ids of {self.name} are a {type(ids).__name__}: give a tensor")
         return plan_tables([[ids]], [self], [[self.name]], impl=self.impl)
 
     def can_update_slices(self) -> bool:
