@@ -33,7 +33,7 @@ def fit_tables_(
     importance. Cores and blocks are fitted in turns, each to the residual of the others, while the size shrinks to the budget.
 
     Args:
-        tables: the tables to set; with a budget, four times their ranks and widths are tried, and at least 32 ranks.
+        tables: the tables to set; with a budget, up to four times their ranks and widths are tried, and at least 32 ranks.
         weights: [M, N] each, the rows of ids.
         budget_params: the most parameters that all tables together may take; None keeps the ranks and widths.
         importance: [M] each, weights of the rows' squared errors: how often a row is read, or the sum of squared gradients that
@@ -41,7 +41,7 @@ def fit_tables_(
             Factorization, ICLR 2022). For cores it is averaged over the rows of a leading digit. Default: equal.
     """
     importances = importance or [None] * len(tables)
-    fits = [_Fit(*each, chooses=budget_params is not None) for each in zip(tables, weights, importances, strict=True)]
+    fits = [_Fit(*each, budget_params) for each in zip(tables, weights, importances, strict=True)]
     has_hot_rows = any(table.num_hot_rows for table in tables)
     for factor in (*_ROUNDS, 1.0) if has_hot_rows else (1.0,):
         for fit in fits:
@@ -68,15 +68,18 @@ class _Fit:
         cores: cores, per shape.
     """
 
-    def __init__(self, table: TTTable, weight: Tensor, importance: Tensor | None, *, chooses: bool) -> None:
+    def __init__(self, table: TTTable, weight: Tensor, importance: Tensor | None, budget_params: int | None) -> None:
         self.table, self.weight = table, table.by_row(weight.detach())
         self.importance = None if importance is None else table.by_row(importance)
-        self.hot = self.weight[: table.num_hot_rows]
+        self.hot = self.weight[: table.num_hot_rows].to(torch.promote_types(weight.dtype, torch.float32))  # blocks exceed halves
         self.spans = [slice(block.first, block.first + block.num_rows) for block in table.hot_blocks()]
         shape, blocks = table.shape, [block.shape for block in table.hot_blocks()]
         self.shapes = [shape, *blocks]
-        if chooses:
-            self.shapes = [_with_ranks(shape, [max(32, 4 * r) for r in shape.ranks])]
+        if budget_params is not None:
+            tried = [max(32, 4 * r) for r in shape.ranks]
+            if shape.order == 2 and not blocks:  # the budget pays for half of these; the others make random subspaces accurate
+                tried = [min(*tried, max(32, 2 * budget_params // shape.with_ranks([1]).num_params))]
+            self.shapes = [_with_ranks(shape, tried)]
             self.shapes += [_with_ranks(block, [4 * r for r in block.ranks]) for block in blocks]
         self.scores: list[list[Tensor]] = []
         self.cores: list[list[Tensor]] = []

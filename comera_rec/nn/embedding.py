@@ -19,6 +19,8 @@ from comera_rec.ops import tt_bags
 from comera_rec.tt import TTShape, contract
 from data_pipeline.errors import UserError
 
+_WRITE = 100  # multiply-adds that take as long as one number of an intermediate result takes to be written and read
+
 
 class TTEmbedding(TTTable):
     """`torch.nn.Embedding` over a TT table.
@@ -54,16 +56,16 @@ class TTEmbedding(TTTable):
         Raises:
             ValueError: naming the id and the limit, if an id is out of range (checked on CPU).
         """
-        ends = torch.arange(input.numel() + 1, device=input.device)  # bags of one id
-        rows_TN = tt_bags(self.group(), self.plan(input), ends, num_cols=self.embedding_dim, impl=self.impl)
+        plan, ends = self.plan(input), torch.arange(input.numel() + 1, device=input.device)  # bags of one id
+        rows_TN = tt_bags(self.group(), plan, ends, num_cols=self.embedding_dim, impl=self.impl)
         rows = rows_TN.view(*input.shape, self.embedding_dim)
         return rows if self.padding_idx is None else rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
 
     def logits(self, input: Tensor) -> Tensor:
         """Return the inner products with all rows, x E^T: an output layer tied to the table.
 
-        x is contracted with one part of the cores, then with the other; the cut between the parts and their order are those with
-        the fewest multiply-adds. Where forming E takes fewer, as for many tokens and a small table, it is formed.
+        x is contracted with one part of the cores, then with the other; the cut between the parts and their order are those
+        that cost least. Where forming E costs less, as for many tokens and a small table, it is formed.
 
         Args:
             input: [..., N].
@@ -71,6 +73,8 @@ class TTEmbedding(TTTable):
         Returns:
             [..., M]; 0 for `padding_idx`, whose row is zero.
         """
+        if input.shape[-1:] != (self.embedding_dim,):
+            raise UserError(f"input has shape {tuple(input.shape)}: give [..., {self.embedding_dim}], a number for each column")
         scores = self._all_logits(input)
         if self.padding_idx is None:
             return scores
@@ -94,8 +98,9 @@ class TTEmbedding(TTTable):
             half = x_TN1N2 @ right_rM2N2.reshape(rank * m2, n2).mT
             scores = left_M1N1r.reshape(m1, n1 * rank) @ half.view(tokens, n1 * rank, m2)
         else:
-            half = left_M1N1r.mT.reshape(m1 * rank, n1) @ x_TN1N2
-            scores = half.view(tokens, m1, rank * n2) @ right_rM2N2.mT.reshape(rank * n2, m2)
+            half = x_TN1N2.mT.reshape(tokens * n2, n1) @ left_M1N1r.transpose(0, 1).reshape(n1, m1 * rank)
+            half = half.view(tokens, n2, m1, rank).transpose(1, 2).reshape(tokens * m1, n2 * rank)
+            scores = half @ right_rM2N2.permute(2, 0, 1).reshape(n2 * rank, m2)
         scores = scores.reshape(*input.shape[:-1], m1 * m2)[..., : self.num_embeddings]
         if self.num_hot_rows:
             hot_scores = [
@@ -116,19 +121,19 @@ def logits_path(shape: TTShape) -> tuple[int, bool, int]:
     """Find the cheapest way to multiply a vector of N columns by all rows of a table of two or more cores.
 
     Returns:
-        (number of cores in the left part, whether the right part is contracted first, multiply-adds per token).
+        (number of cores in the left part, whether the right part is contracted first, cost per token in multiply-adds).
     """
     paths = []
     for cut in range(1, shape.order):
         (m1, m2), (n1, n2) = ((math.prod(modes[:cut]), math.prod(modes[cut:])) for modes in (shape.row_shape, shape.col_shape))
         rank = shape.bonds[cut]
-        paths.append((cut, True, n1 * rank * m2 * (n2 + m1)))
-        paths.append((cut, False, m1 * rank * n2 * (n1 + m2)))
+        paths.append((cut, True, n1 * rank * m2 * (n2 + m1 + _WRITE)))
+        paths.append((cut, False, m1 * rank * n2 * (n1 + m2 + _WRITE)))
     return min(paths, key=lambda path: path[2])
 
 
 def forming_is_cheaper(shape: TTShape, tokens: int) -> bool:
-    """Return whether forming a table and multiplying by it takes fewer multiply-adds than `logits_path`, for `tokens` tokens."""
+    """Return whether forming a table and multiplying by it costs less than `logits_path`, for `tokens` tokens."""
     slices = [m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True)]
     forming = sum(math.prod(slices[: k + 1]) * shape.bonds[k] * shape.bonds[k + 1] for k in range(1, shape.order))
-    return forming + tokens * math.prod(slices) < tokens * logits_path(shape)[2]
+    return forming + (_WRITE + tokens) * math.prod(slices) < tokens * logits_path(shape)[2]

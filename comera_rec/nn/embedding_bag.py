@@ -121,6 +121,8 @@ class TTEmbeddingBag(TTTable):
             return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
         if input.dim() != 1 or offsets is None:
             raise UserError(f"input has {input.dim()} dimensions: give [L] ids with offsets, or [B, L] ids without")
+        if not isinstance(offsets, Tensor):
+            raise UserError(f"offsets are a {type(offsets).__name__}: give a tensor")
         if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
             raise UserError(f"offsets have dtype {offsets.dtype} and {offsets.dim()} dimensions: give [B] int32 or int64")
         return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), input.shape[0])])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from comera_rec.ops.bags.updates import IN_BACKWARD, hooks_in_backward
-from comera_rec.tt import TTShape, contract, init_cores_, scaled_cores, tt_svd
+from comera_rec.tt import TTShape, contract, init_cores_, scaled_cores, tt_svd_spectra
 from data_pipeline.errors import UserError
 
 CONVERT = "load it into the dense model, and convert that with comera_rec.compress_(..., init='tt_svd')"
@@ -47,6 +47,8 @@ class TTModule(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not 0 <= std < math.inf:
+            raise UserError(f"std is {std}: give a finite number of at least 0")
         shape.require_covers(num_rows, num_cols)
         self.num_rows = num_rows
         self.num_cols = num_cols
@@ -126,7 +128,7 @@ class TTModule(nn.Module):
 
     def set_dense_matrix_(self, matrix: Tensor, *, rtol: float = 0.0) -> None:
         """Set the cores to the TT-SVD of a matrix [num_rows, num_cols]; with `rtol` > 0, ranks shrink within that error."""
-        self.set_cores_(tt_svd(matrix, self.shape, rtol=rtol))
+        self.set_cores_(tt_svd_spectra(matrix, self.shape, rtol=rtol)[0])
 
     def set_cores_(self, cores: Sequence[Tensor]) -> None:
         """Set the cores and their ranks; the scale is spread evenly over the cores, and rank parameters become one."""

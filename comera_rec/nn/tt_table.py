@@ -58,7 +58,7 @@ class TTTable(TTModule):
     ) -> None:
         require_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         require_bags_impl(impl)
-        require_blocks(hot_rows, num_embeddings)
+        require_blocks(hot_rows := tuple(hot_rows), num_embeddings)
         shape = table_shape(num_embeddings, embedding_dim, shape, tt_ranks)
         super().__init__(num_embeddings, embedding_dim, shape, std, device=device, dtype=dtype)
         self.impl = impl
@@ -215,8 +215,10 @@ class TTTable(TTModule):
 
         Raises:
             ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU); for ids of another type
-                than int32 or int64.
+                than a tensor of int32 or int64.
         """
+        if not isinstance(ids, Tensor):
+            raise UserError(f"ids of {self.name} are a {type(ids).__name__}: give a tensor")
         return plan_tables([[ids]], [self], [[self.name]], impl=self.impl)
 
     def can_update_slices(self) -> bool:

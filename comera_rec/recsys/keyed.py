@@ -49,6 +49,8 @@ class FeatureBatch:
     def __init__(self, features: KeyedJaggedTensor) -> None:
         self.features = features
         self._ids: dict[str, Tensor] | None = None
+        if torch.compiler.is_compiling():
+            features.offsets()  # made later, between two graphs, they have a size that Dynamo can't trace to an input
 
     @property
     def ids(self) -> dict[str, Tensor]:

@@ -7,9 +7,11 @@ r_0 = r_d = 1.
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from comera_rec.tt.modes import factorize, require_order, require_positive
 from data_pipeline.errors import UserError
@@ -54,7 +56,7 @@ class TTShape:
             )
         for k, (m, n) in enumerate(zip(row_shape, col_shape, strict=True)):
             require_positive(**{f"row_shape[{k}]": m, f"col_shape[{k}]": n})
-        if isinstance(ranks, int):
+        if isinstance(ranks, int | float):
             require_positive(ranks=ranks)
             ranks = tuple(min(ranks, limit) for limit in max_ranks(row_shape, col_shape))
         ranks = tuple(ranks)
@@ -227,7 +229,8 @@ def _chosen(
         require_positive(budget_params=budget_params)
         return _within_budget([modes[order]] if order else list(modes.values()), budget_params, name)
     tt_ranks = 16 if tt_ranks is None else tt_ranks
-    if isinstance(tt_ranks, int):
+    if isinstance(tt_ranks, SupportsIndex | float):
+        tt_ranks = tt_ranks if isinstance(tt_ranks, float) else operator.index(tt_ranks)
         require_positive(tt_ranks=tt_ranks)
         return TTShape(*modes[order or default_order], tt_ranks)
     for k, rank in enumerate(tt_ranks):

@@ -41,15 +41,15 @@ def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]
         left-orthogonal.
 
     Raises:
-        ValueError: if the matrix does not fit, or `rtol` is negative.
+        ValueError: if the matrix does not fit, isn't of floating point or holds numbers that are not finite; for a negative `rtol`.
     """
-    return tt_svd_spectra(weight, shape, rtol=rtol)[0]
+    return [core.to(weight.dtype) for core in tt_svd_spectra(weight, shape, rtol=rtol)[0]]
 
 
 def tt_svd_spectra(
     weight: Tensor, shape: TTShape, *, rtol: float = 0.0, importance: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the cores of `tt_svd` and, for every bond, the singular values [r_k] kept there, descending.
+    """Return the cores of `tt_svd`, of at least 32 bits, and for every bond the singular values [r_k] kept there, descending.
 
     Cutting bonds to their leading ranks raises the squared error by at most the sum of the squared singular values that are cut.
 
@@ -65,13 +65,18 @@ def tt_svd_spectra(
         raise UserError(
             f"weight of shape {tuple(weight.shape)} does not fit modes of {shape.num_rows} x {shape.num_cols}: enlarge them"
         )
+    if not weight.is_floating_point():
+        raise UserError(f"weight is {weight.dtype}: give a matrix of floating point")
     if not rtol >= 0:
         raise UserError(f"rtol is {rtol}: give a non-negative number")
     weight = weight.detach()
     scale, unit = (None, 1.0) if importance is None else _scale_of_digits(importance, shape)
     scale = None if scale is None else scale.to(weight.device)
     unfolding = _Unfolding(weight, shape, scale)
-    tolerance = rtol / max(1, shape.order - 1) ** 0.5 * unfolding.norm()
+    norm = unfolding.norm()
+    if not norm.isfinite():
+        raise UserError("weight holds numbers that are not finite, or too large: give one without them")
+    tolerance = rtol / max(1, shape.order - 1) ** 0.5 * norm
     cores, spectra, rank = [], [], 1
     remainder = torch.empty(0)
     for k in range(shape.order - 1):
@@ -89,13 +94,13 @@ def tt_svd_spectra(
         missing = 0 if rtol > 0 else cap - num_kept
         left = F.pad(left[:, :num_kept], (0, missing))
         remainder = F.pad(remainder[:num_kept], (0, 0, 0, missing))
-        cores.append(left.reshape(rank, shape.row_shape[k], shape.col_shape[k], -1).to(weight.dtype))
+        cores.append(left.reshape(rank, shape.row_shape[k], shape.col_shape[k], -1))
         spectra.append(F.pad(unit * singular[:num_kept], (0, missing)))
         rank = left.shape[1]
     remainder = remainder if cores else unfolding.whole()
-    cores.append(remainder.reshape(rank, shape.row_shape[-1], shape.col_shape[-1], 1).to(weight.dtype))
+    cores.append(remainder.reshape(rank, shape.row_shape[-1], shape.col_shape[-1], 1))
     if scale is not None:
-        cores[0] = (cores[0] / scale.view(1, -1, 1, 1)).to(weight.dtype)
+        cores[0] = (cores[0] / scale.view(1, -1, 1, 1)).to(unfolding.dtype)
     return cores, spectra
 
 
@@ -120,8 +125,10 @@ class _Unfolding:
         self.columns = shape.num_rows * shape.num_cols // self.rows
 
     def is_large(self, rank: int) -> bool:
-        """Return whether A is too large to copy or to decompose exactly."""
+        """Return whether A is too large to copy or to decompose exactly, or its Gram matrix is faster and as exact."""
         short_side = min(self.rows, self.columns)
+        if self.dtype == torch.float32 and self.rows <= min(_EXACT_LIMIT, self.columns // 8):
+            return True
         return self.weight.numel() > _WHOLE_LIMIT or (short_side > _EXACT_LIMIT and rank + _OVERSAMPLING < short_side)
 
     def norm(self) -> Tensor:

@@ -107,6 +107,10 @@ def test_large_tables_of_halves_stay_finite(hot_rows: float) -> None:
     layer = nn.Embedding.from_pretrained((1000 * torch.randn(2000, 2) @ torch.randn(2, 8)).half())
     table = cr.compress_(layer, tables=cr.TableCompression(compression=3, min_rows=9, hot_rows=hot_rows), init="tt_svd")
     assert all(value.isfinite().all() for value in table.state_dict().values())
+    layer = nn.Embedding.from_pretrained(torch.full((2000, 8), 6e4, dtype=torch.float16))
+    tables = cr.TableCompression(compression=3, min_rows=9, hot_rows=hot_rows)
+    for table in (cr.TTEmbedding.from_dense(layer), cr.compress_(layer, tables=tables, init="tt_svd")):
+        torch.testing.assert_close(table(torch.arange(2000)), layer.weight, rtol=0.01, atol=0)
 
 
 DIM = 12

@@ -25,7 +25,7 @@ BLOCKS = ((4, 3), (20, 2))
 
 def build(**arguments: object) -> TTEmbeddingBag:
     """Build a table of 100 x 12 with hot rows that don't start at zero."""
-    table = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS, **arguments)  # type: ignore[arg-type]
+    table = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=iter(BLOCKS), **arguments)  # type: ignore[arg-type]
     for block in table.hot_blocks():
         nn.init.normal_(block.core_0)
         nn.init.uniform_(block.rank_1, 0.5, 1.5)

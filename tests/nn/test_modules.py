@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -169,6 +170,11 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: cr.TTEmbeddingBag(32, 1, shape=cr.TTShape((2,) * 5, (1,) * 5, 2)), "has 5 cores: embedding tables take at most 4"),
     (lambda: cr.TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, padding_idx=0)), "can't leave padding_idx out of bags"),
     (lambda: cr.TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, scale_grad_by_freq=True)), "scale_grad_by_freq have no"),
+    (lambda: cr.TTEmbeddingBag(100, 16, std=math.inf), "std is inf: give a finite number of at least 0"),
+    (lambda: cr.TTLinear(16, 8, std=-1.0), "std is -1.0: give a finite number"),
+    (lambda: cr.TTEmbedding(100, 16)([1, 2]), "ids of the table are a list: give a tensor"),
+    (lambda: cr.TTEmbeddingBag(100, 16)(torch.arange(3), [0, 2]), "offsets are a list: give a tensor"),
+    (lambda: cr.TTEmbedding(100, 16).logits(torch.ones(2, 8)), r"input has shape \(2, 8\): give \[..., 16\]"),
     (lambda: look_up(0, 101), "id 101 is out of range for table 'C3': its ids run from 0 to 100"),
     (lambda: look_up(2**33), f"id {2**33} is out of range for table 'C3': its ids run from 0 to 100"),
     (lambda: look_up(1, 60, bag=ordered(torch.randperm(60))), "id 60 is out of range for table 'x'"),

@@ -103,6 +103,7 @@ def test_defaults_and_the_order_that_ranks_or_a_budget_imply() -> None:
     assert linear.compression == 1024 * 512 / linear.num_params
     assert linear.with_ranks([16, 0, 16]).compression == math.inf
     assert TTShape.for_linear(1024, 512, tt_ranks=(4, 5, 6)).ranks == (4, 5, 6)
+    assert TTShape.for_table(1000, 16, tt_ranks=torch.tensor(4)).ranks == (4,)  # type: ignore[arg-type]
 
 
 MISTAKES: list[tuple[Callable[[], object], str]] = [
@@ -118,6 +119,8 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: TTShape((1,) * 9, (1,) * 9, 1), "order is 9: give an integer from 1 to 8"),
     (lambda: TTShape.for_table(0, 16), "num_embeddings is 0: give a positive integer"),
     (lambda: TTShape.for_table(1000, 16, order=5), "order is 5: embedding tables take 2, 3 or 4 cores"),
+    (lambda: TTShape((4, 4), (2, 2), 2.5), "ranks is 2.5: give a positive integer"),  # type: ignore[arg-type]
+    (lambda: TTShape.for_table(1000, 16, tt_ranks=2.5), "tt_ranks is 2.5: give a positive"),  # type: ignore[arg-type]
     (lambda: TTShape.for_table(1000, 16, tt_ranks=0), "tt_ranks is 0: give a positive integer"),
     (lambda: TTShape.for_table(1000, 16, tt_ranks=()), r"tt_ranks \(\) would need 1 cores"),
     (lambda: TTShape.for_table(1000, 16, tt_ranks=4, budget_params=100), "tt_ranks 4 and budget_params 100 are both given"),

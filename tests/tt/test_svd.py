@@ -108,6 +108,8 @@ def test_a_small_tolerance_gives_the_smallest_ranks(row_shape: tuple[int, ...], 
     [
         (torch.zeros(13, 4), 0.0, r"weight of shape \(13, 4\) does not fit modes of 12 x 4: enlarge them"),
         (torch.zeros(12), 0.0, r"weight of shape \(12,\) does not fit"),
+        (torch.ones(12, 4, dtype=torch.int64), 0.0, r"weight is torch.int64: give a matrix of floating point"),
+        (torch.full((12, 4), math.nan), 0.0, r"weight holds numbers that are not finite"),
         (torch.zeros(12, 4), -0.1, r"rtol is -0.1: give a non-negative number"),
         (torch.zeros(12, 4), math.nan, r"rtol is nan: give a non-negative number"),
     ],
