@@ -122,8 +122,12 @@ def _export_dense(run: Path, output: Path, *, last: bool) -> None:
     model, config, schema = load_run(run, last=last)
     dense = export_dense(model)
     description = {"model": config.to_dict()["model"], "tables": schema.sparse, "dense_features": list(schema.dense)}
-    with folder_beside(output) as folder:
-        torch.save(dense.state_dict(), folder / "model.pt")
-        (folder / "model.json").write_text(json.dumps(description, indent=2) + "\n")
-        folder.rename(output)
+    try:
+        with folder_beside(output) as folder:
+            torch.save(dense.state_dict(), folder / "model.pt")
+            (folder / "model.json").write_text(json.dumps(description, indent=2) + "\n")
+            folder.rename(output)
+    except (OSError, RuntimeError) as error:  # torch's is a RuntimeError
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{output} can't be written: {reason}; name a writable place with enough space") from error
     click.echo(f"wrote {output}/model.pt: {compression_report(dense).total('bytes'):,} bytes of dense parameters")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import shutil
 import warnings
@@ -42,6 +43,7 @@ from comera_rec.serving.package import (
     ModelMetadata,
     ServingModel,
     TensorInput,
+    load_code,
     require_package,
     seal,
     write_weights,
@@ -110,15 +112,18 @@ def put_in_place(path: Path, write: Callable[[Path, ServingModel | None], ModelM
     if path.suffix != ".onnx":
         require_package(path)
     package = ServingModel(path.with_suffix(".pt2")) if path.suffix == ".weights" else None
-    with folder_beside(path) as work:
-        written = work / path.name
-        metadata = write(written, package)
-        if path.suffix != ".onnx":
-            seal(written, metadata)
-        for beside in work.iterdir():  # a library, or the weights of a large ONNX file
-            if beside != written:
-                beside.replace(path.with_name(beside.name))
-        written.replace(path)
+    try:
+        with folder_beside(path) as work:
+            written = work / path.name
+            metadata = write(written, package)
+            if path.suffix != ".onnx":
+                seal(written, metadata)
+            for beside in work.iterdir():  # a library, or the weights of a large ONNX file
+                if beside != written:
+                    beside.replace(path.with_name(beside.name))
+            written.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror or error}; name a writable place with enough space") from error
     return metadata
 
 
@@ -191,7 +196,7 @@ def write_package(
         run = package.loader.run
     else:
         _compile(program, path, facts or {})
-        run = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
+        run = load_code(str(path), path).run
     for count, tensors in flat_batches.items():
         try:
             outputs = run(tensors)
@@ -300,15 +305,22 @@ def _code(program: ExportedProgram, weights: Mapping[str, Tensor]) -> str:
 
 
 def _compile(program: ExportedProgram, path: Path, facts: Mapping[str, str]) -> None:
-    """Compile a captured model by AOTInductor."""
-    with _without_warnings():
-        pick_vec_isa()  # compiles programs to detect CPU features: in the common cache, or every export would repeat it
-        with fresh_cache():  # a shared cache can mix weights and metadata of packages compiled at once
-            # Every weight stays one, or those that are small or have equal values would become part of the code.
-            configs = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
-            aoti_compile_and_package(
-                program, package_path=str(path), inductor_configs=configs | {"aot_inductor.metadata": dict(facts)}
-            )
+    """Compile a captured model by AOTInductor; ValueError if there is no compiler that can."""
+    package = io.BytesIO()  # torch's own writer ends the process where a disk is full
+    # Every weight stays one, or those that are small or have equal values would become part of the code.
+    configs: dict[str, Any] = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
+    configs["aot_inductor.metadata"] = dict(facts)
+    try:
+        with _without_warnings():
+            pick_vec_isa()  # compiles programs to detect CPU features: in the common cache, or every export would repeat it
+            with fresh_cache():  # a shared cache can mix weights and metadata of packages compiled at once
+                aoti_compile_and_package(program, package_path=package, inductor_configs=configs)
+    except RuntimeError as error:
+        raise UserError(
+            f"the model can't be compiled ({_one_line(error)}): torch needs a C++ compiler (g++, or the one that CXX names), and "
+            "can't use paths with spaces, of Python or TMPDIR"
+        ) from error
+    path.write_bytes(package.getbuffer())
 
 
 def _described_outputs(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[TensorInput]:

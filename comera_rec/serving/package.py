@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -241,6 +242,24 @@ def _read(file: BinaryIO, path: Path, *, check: bool = False) -> ModelMetadata:
         raise UserError(f"{path} has metadata that can't be read ({error}): export the model again") from error
 
 
+def load_code(file: str, path: Path) -> Any:
+    """Load a package's code, which torch unpacks into the temporary folder.
+
+    Raises:
+        ValueError: the temporary folder lacks or has no room for it, or nothing in it may be executed.
+        RuntimeError: the code can't be loaded here.
+    """
+    try:
+        # torch._inductor.aoti_load_package calls the same loader, but imports the compiler, which takes seconds and memory.
+        return torch._C._aoti.AOTIModelPackageLoader(file, "model", False, 1, -1)
+    except RuntimeError as error:
+        if not re.search("extract|temporary directory|map segment", reason := str(error).splitlines()[0]):
+            raise
+        raise UserError(
+            f"{path} can't be unpacked ({reason}): set TMPDIR to a folder that has room and whose files may be executed"
+        ) from error
+
+
 def _with_tuples(record: dict[str, Any]) -> dict[str, Any]:
     """Return a JSON object with its arrays as tuples."""
 
@@ -294,17 +313,11 @@ class ServingModel:
                 torch.set_num_threads(threads)
             checked = f"/proc/self/fd/{file.fileno()}"  # another file may have taken the path
             try:
-                # torch._inductor.aoti_load_package calls the same loader, but imports the compiler, which takes seconds and memory.
-                self.loader = torch._C._aoti.AOTIModelPackageLoader(checked, "model", False, 1, -1)
+                self.loader = load_code(checked, self.path)
                 self.loader.run(self._zeros())  # initializes the model; fails if operators have changed since it was compiled
             except RuntimeError as error:
-                reason = str(error).splitlines()[0]
-                if "extract" in reason:
-                    raise UserError(
-                        f"{path} can't be unpacked ({reason}): free some space in the temporary folder, or set TMPDIR"
-                    ) from error
                 raise UserError(
-                    f"{path} can't be loaded ({reason}): it was written by comera-rec {version} on torch "
+                    f"{path} can't be loaded ({str(error).splitlines()[0]}): it was written by comera-rec {version} on torch "
                     f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the model again on this machine"
                 ) from error
 

@@ -172,6 +172,10 @@ def test_outputs_that_are_no_packages_and_other_types_are_refused(tmp_path: Path
     refuse(message, cr.export, precise, torch.arange(3), tmp_path / "model.pt2")
     meta = nn.Linear(2, 2, device="meta")
     refuse(r"on the meta device, without values: call model\.to_empty", cr.export, meta, torch.rand(3, 2), tmp_path / "model.pt2")
+    with torch._inductor.config.patch({"cpp.cxx": ("/nowhere/c++",)}):
+        message = r"the model can't be compiled \(.*\): torch needs a C\+\+ compiler"
+        refuse(message, cr.export, nn.Linear(2, 3), torch.rand(3, 2), tmp_path / "model.pt2")
+    assert not [*tmp_path.iterdir()]
     refuse(r"is a folder: name a file, such as .*model\.pt2", cr.export, Broken(), inputs(), tmp_path)
     refuse(r"model doesn't end in \.pt2", cr.export, Broken(), inputs(), tmp_path / "model")
 

@@ -112,6 +112,9 @@ def test_a_damaged_package_is_not_loaded(package: Callable, tmp_path: Path, monk
         refuse("is not a package, or a damaged one", ServingModel, damaged)
     rewritten(good, changed, ".so", lambda content: content[:-1] + bytes([content[-1] ^ 0x40]))
     refuse("its contents differ from its checksum", ServingModel, changed)
+    monkeypatch.undo()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    refuse(r"can't be unpacked \(.*temporary directory.*\): set TMPDIR to a folder that has", ServingModel, good)
 
 
 def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
