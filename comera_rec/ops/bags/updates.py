@@ -455,7 +455,7 @@ def active_replicas() -> Any:
     return _torchs(DistributedDataParallel, "_get_active_ddp_module")()
 
 
-def _averaged_parameters() -> dict[int, torch.Size]:
+def averaged_parameters() -> dict[int, torch.Size]:
     """Return the parameters whose gradients a DistributedDataParallel averages, if this runs in the forward of one.
 
     They are given by id, with the sizes that they had in its first forward.
@@ -486,7 +486,7 @@ def _optimizers_of(parameters: Sequence[Tensor]) -> list[tuple[Optimizer, int] |
 
     None also under DistributedDataParallel, which needs gradients to average: it removes the hooks, and steps afterwards.
     """
-    averaged = _averaged_parameters()
+    averaged = averaged_parameters()
     optimizers: list[tuple[Optimizer, int] | None] = []
     for parameter in parameters:
         _require_wrapped(not parameter.requires_grad or averaged.get(id(parameter), parameter.shape) == parameter.shape)

@@ -242,17 +242,13 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         return in_order(self._keys, found, 1 if self._is_pooled else 0)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Names of the parameters that data parallelism must not touch: all, because lookups average gradients of replicas."""
-        yield from (name for name, _ in self.tt_bags.named_parameters(append_prefix(prefix, "tt_bags")))
+        """Names of the parameters that data parallelism must not touch: parts, and replicas that are updated in backward."""
+        replicas = {replica for part in self._parts for replica in part.replicas() if not is_fused(replica)}
+        for name, parameter in self.tt_bags.named_parameters(append_prefix(prefix, "tt_bags")):
+            if parameter not in replicas:
+                yield name
         if self.dense_bags is not None:
             yield from self.dense_bags.sharded_parameter_names(append_prefix(prefix, "dense_bags"))
-
-    def replicated_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Names of the parameters of TT tables that every process holds."""
-        replicas = {parameter for part in self._parts for parameter in part.replicas()}
-        for name, parameter in self.tt_bags.named_parameters(append_prefix(prefix, "tt_bags")):
-            if parameter in replicas:
-                yield name
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:

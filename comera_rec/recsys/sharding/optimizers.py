@@ -230,9 +230,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: dist.ProcessGroup 
         own, plan = set(module.sharded_parameter_names(path)), getattr(module, "module_sharding_plan", {})
         whole = {table for table, each in plan.items() if each.sharding_type == ShardingType.DATA_PARALLEL.value}
         names, replicas = names | own, replicas | {name for name in own if name.split(".")[-2] in whole}
-        if hasattr(module, "replicated_parameter_names"):
-            replicas |= set(module.replicated_parameter_names(path))
-    names -= replicas  # whose gradients are the same on all processes
+    names -= replicas  # of dense tables, whose gradients TorchRec averages itself
     trained = [(name in names, parameter) for name, parameter in inner.named_parameters() if parameter.grad is not None]
     device = next((parameter.device for _, parameter in trained), torch.device("cpu"))
     squares = torch.zeros(2, device=device)  # of replicas, and of what this process alone has

@@ -46,6 +46,7 @@ from data_pipeline.errors import UserError
 _FLOPS = {"cpu": 5e7, "cuda": 1e10}  # per ms, for products as small as these; an order of magnitude is enough to compare plans
 _ITEM = 4  # bytes of a float32, the type of bags and of a lookup's workspace whatever the table's type
 ADAM_STATES = 2
+_BUCKETS = 2  # copies of replicas' gradients that DistributedDataParallel holds while it rebuilds its buckets after the first step
 _OURS = (TTEmbeddingBagCollectionSharder, TTManagedCollisionEmbeddingBagCollectionSharder)
 _MAX_PROPOSALS = 1000  # rated by the grid search in about a second; the other proposers' plans took at most 3 % longer
 
@@ -54,7 +55,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
     """`EmbeddingShardingPlanner` that also places the TT tables of `TTEmbeddingBagCollection`s beside dense tables.
 
     A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup; replicas
-    also take that of their gradients as they are sent. Its time counts the lookup's bytes and multiply-adds, the optimizer's bytes,
+    also take that of their gradients' buckets. Its time counts the lookup's bytes and multiply-adds, the optimizer's bytes,
     ids and bags sent table-wise and row-wise, and gradients of replicated cores.
 
     Args:
@@ -297,7 +298,7 @@ class TTEnumerator(EmbeddingEnumerator):
             bwd_compute=2 * compute + per_process * item * (3 + 2 * self._optimizer_states) / bandwidth,
             bwd_comms=(sent_bags + 2 * others * replicated * item) / network,  # ring all-reduce
         )
-        size = round(per_process * item * (2 + self._optimizer_states) + replicated * item + 2 * workspace)
+        size = round(per_process * item * (2 + self._optimizer_states) + replicated * item * _BUCKETS + 2 * workspace)
         return Storage(hbm=size if on_gpu else 0, ddr=0 if on_gpu else size), perf
 
 

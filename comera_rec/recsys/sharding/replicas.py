@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from comera_rec.ops.bags import HotBlock, TableGroup
+from comera_rec.ops.bags.updates import averaged_parameters
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
 
@@ -20,8 +21,9 @@ from comera_rec.recsys.config import TTEmbeddingBagConfig
 class ReplicatedLookup(TTEmbeddingBagCollection):
     """Lookup in tables of which every process has a replica, or a shard with replicas of all cores but the leading one.
 
-    A replica's gradient is the mean over processes, for shards the sum. The lookup reduces it, as TorchRec's replicas of dense
-    tables do: so a DistributedDataParallel around the model need not see the lookup, and optimizers may step in backward.
+    A replica's gradient is the mean over processes, for shards the sum. A DistributedDataParallel that has the lookup in its
+    forward averages. Otherwise the lookup does: in programs that look up outside of one, as TorchRec's semi-synchronous pipeline,
+    and for replicas that optimizers update in backward, which need the gradients earlier.
 
     Args:
         configs: of the tables.
@@ -49,7 +51,11 @@ class ReplicatedLookup(TTEmbeddingBagCollection):
             for table in group.tables
             for replica in (*table.cores[self._divided :], *table.diagonals, *itertools.chain.from_iterable(table.hot))
         ]
-        reduced = iter(_Reduced.apply(self._group, self._divided, *replicas))
+        averaged = averaged_parameters()
+        ours = tuple(id(replica) not in averaged for replica in replicas)
+        if not (self._divided or any(ours)):
+            return group
+        reduced = iter(_Reduced.apply(self._group, self._divided, ours, *replicas))
         return TableGroup(
             [
                 table._replace(
@@ -63,30 +69,31 @@ class ReplicatedLookup(TTEmbeddingBagCollection):
 
 
 class _Reduced(torch.autograd.Function):
-    """Replicas, whose gradients become the means over processes or, of shards, the sums."""
+    """Replicas, whose gradients become the means over processes or, of shards, the sums.
+
+    The gradients of those that DistributedDataParallel averages afterwards are only scaled.
+    """
 
     @staticmethod
-    def forward(ctx, group: dist.ProcessGroup, divided: bool, *replicas: Tensor):  # type: ignore[no-untyped-def]
-        ctx.group, ctx.divided = group, divided
+    def forward(ctx, group: dist.ProcessGroup, divided: bool, ours: tuple[bool, ...], *replicas: Tensor):  # type: ignore[no-untyped-def]
+        ctx.group, ctx.divided, ctx.ours = group, divided, ours
         return tuple(replica.view_as(replica) for replica in replicas)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):  # type: ignore[no-untyped-def]
-        trained = [gradient for gradient, is_trained in zip(gradients, ctx.needs_input_grad[2:], strict=True) if is_trained]
-        joined = torch.cat([gradient.flatten() for gradient in trained])
-        dist.all_reduce(joined, group=ctx.group)
-        if not ctx.divided:
-            joined.div_(ctx.group.size())
-        parts = iter(joined.split([gradient.numel() for gradient in trained]))
-        reduced = [
-            next(parts).view(gradient.shape) if is_trained else None
-            for gradient, is_trained in zip(gradients, ctx.needs_input_grad[2:], strict=True)
-        ]
-        return None, None, *reduced
+        world_size = ctx.group.size()
+        reduced = [gradient * world_size if ctx.divided else gradient for gradient in gradients]
+        ours = [k for k, is_ours in enumerate(ctx.ours) if is_ours and ctx.needs_input_grad[3 + k]]
+        if ours:
+            joined = torch.cat([reduced[k].flatten() for k in ours])
+            dist.all_reduce(joined, group=ctx.group)
+            for k, part in zip(ours, (joined / world_size).split([reduced[k].numel() for k in ours]), strict=True):
+                reduced[k] = part.view(reduced[k].shape)
+        return None, None, None, *reduced
 
 
 def rewrap_data_parallel_(model: DistributedModelParallel) -> DistributedModelParallel:
-    """Set up gradient averaging for the present sizes of a model's TT layers; call it on every process after `truncate_ranks_`.
+    """Set up gradient averaging for the present sizes of a model's replicas; call it on every process after `truncate_ranks_`.
 
     DistributedDataParallel lays out its gradient buckets once, for the sizes it first saw. Gradients are dropped.
 
