@@ -35,6 +35,7 @@ from data_pipeline.splits import Rows
 
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
 _LARGEST = float(np.finfo(np.float32).max)
+_EXACT = 2.0**53  # from here on, a float stands for several integers
 
 
 class Flat(NamedTuple):
@@ -130,7 +131,7 @@ class RequestEncoder:
     """Encodes rows given as values by column.
 
     Integers are int (or float, in columns of kind float), hex columns str of 1 to 8 hex digits, other categories str or int (or
-    bool, as 1 or 0), list columns lists of these. None, an empty list and, in a categorical column, "" stand for a missing value.
+    bool, as 1 or 0), list columns lists of these; 7.0 stands for 7. None, an empty list and, in a categorical column, "" stand for a missing value.
     Unknown names are ignored.
 
     Raises:
@@ -200,7 +201,13 @@ def _columns(columns: list[list[Any]], rows: int, dtype: np.dtype) -> tuple[np.n
     return cells.astype(dtype), missing
 
 
+def _whole(cell: Any) -> Any:
+    """Return 7.0 as 7, as in logs."""
+    return int(cell) if type(cell) is float and cell.is_integer() and abs(cell) < _EXACT else cell
+
+
 def _integer(cell: Any, bits: int = 32) -> int | None:
+    cell = _whole(cell)
     if cell is None or (type(cell) is int and -(1 << bits - 1) <= cell < 1 << bits - 1):
         return cell
     raise ValueError
@@ -221,6 +228,7 @@ def _hex(cell: Any) -> int | None:
 
 
 def _text(cell: Any) -> int | None:
+    cell = _whole(cell)
     if cell is None or cell == "":
         return None
     if type(cell) in (int, bool):
