@@ -131,7 +131,8 @@ class RequestEncoder:
     """Encodes rows given as values by column.
 
     Integers are int (or float, in columns of kind float), hex columns str of 1 to 8 hex digits, other categories str or int (or
-    bool, as 1 or 0), list columns lists of these; 7.0 stands for 7. None, an empty list and, in a categorical column, "" stand for a missing value.
+    bool, as 1 or 0), list columns lists of these; 7.0 stands for 7. None, an empty list and, in a categorical column, "" stand
+    for a missing value.
     Unknown names are ignored.
 
     Raises:
