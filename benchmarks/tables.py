@@ -100,14 +100,14 @@ def lookup_on_gpu() -> str:
 
 def linear() -> str:
     """How many times faster TTLinear is than nn.Linear."""
-    rows = select(committed(EPYC, "linear"), provider="TTLinear", unit="ms")
+    rows = select(committed(EPYC_AVX512, "linear"), provider="TTLinear", unit="ms")
     lines = []
     for forward in select(rows, pass_="forward"):
         sizes = forward.shapes
         ratios = [row.ratios["nn.Linear"] for row in (forward, one(rows, pass_="forward+backward", **sizes))]
         layer = [f"{sizes['batch']:,}", f"{sizes['in']} x {sizes['out']}", " ".join(map(str, sizes["ranks"]))]
         lines.append([*layer, *(f"{ratio:.1f}x" for ratio in ratios)])
-    return markdown(["batch", "layer", "TT ranks", "forward", "forward and backward"], lines, left=0) + source(EPYC, "linear")
+    return markdown(["batch", "layer", "TT ranks", "forward", "forward and backward"], lines, left=0) + source(EPYC_AVX512, "linear")
 
 
 def transformer() -> str:
