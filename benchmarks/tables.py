@@ -107,7 +107,8 @@ def linear() -> str:
         ratios = [row.ratios["nn.Linear"] for row in (forward, one(rows, pass_="forward+backward", **sizes))]
         layer = [f"{sizes['batch']:,}", f"{sizes['in']} x {sizes['out']}", " ".join(map(str, sizes["ranks"]))]
         lines.append([*layer, *(f"{ratio:.1f}x" for ratio in ratios)])
-    return markdown(["batch", "layer", "TT ranks", "forward", "forward and backward"], lines, left=0) + source(EPYC_AVX512, "linear")
+    header = ["batch", "layer", "TT ranks", "forward", "forward and backward"]
+    return markdown(header, lines, left=0) + source(EPYC_AVX512, "linear")
 
 
 def transformer() -> str:
