@@ -55,7 +55,6 @@ class Size:
 DENSE = ("tables.format=dense", "linears.format=dense", "ranks=none")
 FORMS = {
     "dense": Form(overrides=DENSE, key="optimizer.lr_tables", rates=(0.0125, 0.025, 0.05, 0.1)),
-    # The config's rate of MLPs is 0.002.
     "dense + MLP rate": Form(overrides=(*DENSE, "optimizer.lr_tables=0.05"), key="optimizer.lr_dense", rates=(0.001, 0.004, 0.008)),
     "TT adaptive": Form(overrides=("tables.hot_rows=0",), key="optimizer.lr_cores", rates=(0.0015, 0.003, 0.006, 0.01)),
     "TT + rows adaptive": Form(overrides=("tables.hot_rows=auto",), key="optimizer.lr_cores", rates=(0.0008, 0.0015, 0.003, 0.006)),
