@@ -121,7 +121,7 @@ class RankScheduler:
         if task_loss.dim():
             task_loss = task_loss.reshape(())
         if WORLD.several and self.stage != "done":
-            task_loss = task_loss + (WORLD.mean(task_loss) - task_loss.detach())  # mean of all, gradient of this one
+            task_loss = WORLD.mean(task_loss) + (task_loss - task_loss.detach())  # the same on all, gradient of this one
         self._observe(task_loss.detach())
         return self._objective(task_loss)
 
@@ -139,19 +139,19 @@ class RankScheduler:
         else:
             assert self.target is not None
             assert self.target_loss is not None, "the early stage sets both"
-            size = (size_surrogate(modules) + self._surrogate_elsewhere()) / self.reference_params
+            size = self._size_surrogate() / self.reference_params
             gaps = config.w_loss * (loss - self.target_loss), config.w_size * (size - self.target / self.reference_size)
             total = torch.stack(gaps).max() + config.rho * (loss + size)
         return total + config.beta * core_norm(modules, self._num_cores) if config.beta else total
 
-    def _surrogate_elsewhere(self) -> Tensor | float:
-        """Return the size surrogate of the TT modules that are on other processes only."""
+    def _size_surrogate(self) -> Tensor:
+        """Return the size surrogate of the TT modules of all processes: the same on each, with the gradient of its own modules."""
+        local = size_surrogate(self._modules.values())
         if not WORLD.several:
-            return 0.0
+            return local
         sizes = {name: size_surrogate([module]).detach() for name, module in self._modules.items() if module.shape.num_params}
-        local_size = torch.stack([self._mean_loss.new_zeros(()), *sizes.values()]).sum()
         shared = torch.stack([self._mean_loss.new_zeros(()), *(self._replica_share[name] * size for name, size in sizes.items())])
-        return WORLD.sum(shared.sum()) - local_size
+        return WORLD.sum(shared.sum()) + (local - local.detach())
 
     def _observe(self, loss: Tensor) -> None:
         # About the last hundred steps: long enough to smooth batches, short enough to follow training. In place, for CUDA graphs.
