@@ -130,9 +130,9 @@ def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
 class RequestEncoder:
     """Encodes rows given as values by column.
 
-    Integers are int (or float, in columns of kind float), hex columns str of 1 to 8 hex digits, other categories str or int (or
-    bool, as 1 or 0), list columns lists of these; 7.0 stands for 7. None, an empty list and, in a categorical column, "" stand
-    for a missing value.
+    Integers are int or whole float (any float in columns of kind float), hex columns str of 1 to 8 hex digits, other categories
+    str or int (or bool, as 1 or 0), list columns lists of these. None, an empty list and, in a categorical column, "" stand for a
+    missing value.
     Unknown names are ignored.
 
     Raises:
@@ -202,13 +202,9 @@ def _columns(columns: list[list[Any]], rows: int, dtype: np.dtype) -> tuple[np.n
     return cells.astype(dtype), missing
 
 
-def _whole(cell: Any) -> Any:
-    """Return 7.0 as 7, as in logs."""
-    return int(cell) if type(cell) is float and cell.is_integer() and abs(cell) < _EXACT else cell
-
-
 def _integer(cell: Any, bits: int = 32) -> int | None:
-    cell = _whole(cell)
+    if type(cell) is float and cell.is_integer() and abs(cell) < _EXACT:
+        cell = int(cell)  # as in logs
     if cell is None or (type(cell) is int and -(1 << bits - 1) <= cell < 1 << bits - 1):
         return cell
     raise ValueError
@@ -229,7 +225,6 @@ def _hex(cell: Any) -> int | None:
 
 
 def _text(cell: Any) -> int | None:
-    cell = _whole(cell)
     if cell is None or cell == "":
         return None
     if type(cell) in (int, bool):

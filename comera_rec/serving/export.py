@@ -123,7 +123,7 @@ def put_in_place(path: Path, write: Callable[[Path, ServingModel | None], ModelM
                     beside.replace(path.with_name(beside.name))
             written.replace(path)
     except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror or error}; name a writable place with enough space") from error
+        raise UserError(f"{path} can't be written: {error}; name a writable place with enough space") from error
     return metadata
 
 
@@ -317,8 +317,8 @@ def _compile(program: ExportedProgram, path: Path, facts: Mapping[str, str]) -> 
                 aoti_compile_and_package(program, package_path=package, inductor_configs=configs)
     except RuntimeError as error:
         raise UserError(
-            f"the model can't be compiled ({_one_line(error)}): torch needs a C++ compiler (g++, or the one that CXX names), and "
-            "can't use paths with spaces, of Python or TMPDIR"
+            f"the model can't be compiled ({_one_line(error)}): torch needs a C++ compiler (g++, or the one that CXX names) that "
+            "takes the model, and paths of Python and TMPDIR without spaces"
         ) from error
     path.write_bytes(package.getbuffer())
 

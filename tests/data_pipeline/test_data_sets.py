@@ -210,7 +210,7 @@ EVERY_KIND: dict[str, Any] = {"cents": 1, "tags": [], "code": "1", "shop": "a"}
         ({"code": "0x1f"}, "code is '0x1f', which is not a string of 1 to 8 hex digits"),
         ({"code": "\u0661"}, r"code is '\\u0661', which is not"),
         ({"code": ["1"]}, r"code is \['1'\], which is not"),
-        ({"shop": 5.5}, r"shop is 5\.5, which is not a string, an integer or null"),
+        ({"shop": 5.0}, r"shop is 5\.0, which is not a string, an integer or null"),
         ({"shop": "\ud800"}, r"shop is '\\ud800', which is not a string"),
         ({"tags": "a b"}, "tags is 'a b', which is not a list of non-empty strings or integers, or null"),
         ({"tags": ["a", ""]}, r"tags is \['a', ''\], which is not a list"),
@@ -225,8 +225,7 @@ def test_cells_refused(requests: Path, change: dict[str, Any], message: str) -> 
 def test_other_names_and_no_rows(requests: Path) -> None:
     encoder = RequestEncoder(requests)
     encoder([EVERY_KIND | {"unknown": object()}])
-    whole = [EVERY_KIND | {"cents": cents, "shop": shop, "tags": [shop]} for cents, shop in ((3, 7), (3.0, 7.0))]
-    assert all(part.reshape(-1, 2)[:, 0].tolist() == part.reshape(-1, 2)[:, 1].tolist() for part in encoder(whole)), "as in logs"
+    assert np.ptp(encoder([EVERY_KIND | {"cents": 3}, EVERY_KIND | {"cents": 3.0}]).dense) == 0, "as in logs"
     assert [len(array) for array in encoder([])] == [0, 0, 0]
     refuse("row 1 has no code; give null where its value is missing", encoder, [EVERY_KIND, {"cents": 1, "tags": [], "shop": "a"}])
     refuse("row 0 is 5, which is not an object with a value for each column", encoder, [5])
