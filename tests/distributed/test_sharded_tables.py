@@ -215,6 +215,26 @@ def test_tables_learn_after_their_ranks_were_truncated() -> None:
         torch.testing.assert_close(first, second)
 
 
+class Tied(Model):
+    """Scores all rows by the bags: the table is also used outside of the lookup."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        return self.collection(features).values() @ self.collection.tt_bags["t"].dense_matrix().T
+
+
+def score_all(rank: int) -> list[Tensor]:
+    model = by_hand(Tied("bags"), KINDS["data_parallel"])
+    features = KeyedJaggedTensor(["f"], ids(rank), lengths=torch.ones_like(ids(rank)))
+    for _ in range(3):
+        (model(features).square().sum() * (rank + 1)).backward()
+        plain_sgd(model).step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_replicas_that_are_used_outside_of_the_lookup_stay_equal() -> None:
+    torch.testing.assert_close(*run(2, score_all), rtol=0, atol=0)
+
+
 def clip(rank: int) -> list[Tensor]:
     norms = []  # before and after clipping, for each sharding type
     for kind in KINDS.values():
