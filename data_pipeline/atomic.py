@@ -35,8 +35,8 @@ def resolved(output: Path) -> Path:
         raise UserError(f"`output` {output} is a URL, which this command can't write to; write to a local folder and copy it there")
     if os.path.ismount(output):
         raise UserError(f"`output` {output} is a mount point; name a folder in it, such as {output / 'data'}")
-    require_utf8("output", os.path.realpath(output))
     target = Path(os.path.realpath(output))  # leaves links to themselves, for which `Path.resolve` raises before Python 3.13
+    require_utf8("output", str(target))
     if any(path.is_symlink() for path in (target, *target.parents)):
         raise UserError(f"`output` {output} leads to a symbolic link to itself; remove the link, or choose another `output`")
     return target

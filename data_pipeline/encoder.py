@@ -35,7 +35,6 @@ from data_pipeline.splits import Rows
 
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
 _LARGEST = float(np.finfo(np.float32).max)
-_EXACT = 2.0**53  # from here on, a float stands for several integers
 
 
 class Flat(NamedTuple):
@@ -203,7 +202,7 @@ def _columns(columns: list[list[Any]], rows: int, dtype: np.dtype) -> tuple[np.n
 
 
 def _integer(cell: Any, bits: int = 32) -> int | None:
-    if type(cell) is float and cell.is_integer() and abs(cell) < _EXACT:
+    if type(cell) is float and cell.is_integer():
         cell = int(cell)  # as in logs
     if cell is None or (type(cell) is int and -(1 << bits - 1) <= cell < 1 << bits - 1):
         return cell

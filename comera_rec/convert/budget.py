@@ -55,7 +55,7 @@ def fit_tables_(
         for fit in fits:
             fit.cut([[int(mask.sum()) for mask in next(masks)] for _ in fit.shapes])
     for fit in fits:
-        fit.solve()
+        fit.solve(is_cut=budget_params is not None)
         fit.store_()
 
 
@@ -66,7 +66,6 @@ class _Fit:
         shapes: shape of the cores, then of each block.
         scores: squared singular values [r_k], per shape and bond.
         cores: cores, per shape.
-        is_cut: whether ranks have been cut since the first fit.
     """
 
     def __init__(self, table: TTTable, weight: Tensor, importance: Tensor | None, budget_params: int | None) -> None:
@@ -82,14 +81,13 @@ class _Fit:
                 tried = [min(*tried, max(32, 2 * budget_params // shape.with_ranks([1]).num_params))]
             self.shapes = [_with_ranks(shape, tried)]
             self.shapes += [_with_ranks(block, [4 * r for r in block.ranks]) for block in blocks]
-        self.is_cut = False
         self.scores: list[list[Tensor]] = []
         self.cores: list[list[Tensor]] = []
 
-    def solve(self) -> None:
+    def solve(self, *, is_cut: bool = False) -> None:
         """Fit the blocks to the residual of the cores, then the cores to that of the blocks, at the present ranks."""
-        if self.cores and not self.spans and (self.shapes[0].order == 2 or not self.is_cut):
-            return  # without blocks the first fit is final, at order 2 also cut to its leading ranks
+        if self.cores and not self.spans and not (is_cut and self.shapes[0].order > 2):
+            return  # without blocks the first fit is final; only at higher orders, another one at the ranks that are left is better
         hot_residual = self.hot
         if len(self.hot) and self.cores:
             hot_residual = self.hot - first_rows(self.cores[0], self.table.shape.row_shape, *self.hot.shape)
@@ -115,7 +113,6 @@ class _Fit:
 
     def cut(self, ranks: Sequence[Sequence[int]]) -> None:
         """Keep the given numbers of leading ranks, which have the largest singular values, per shape and bond."""
-        self.is_cut = True
         self.shapes = [shape.with_ranks(kept) for shape, kept in zip(self.shapes, ranks, strict=True)]
         self.cores = [_cut(cores, shape.ranks) for cores, shape in zip(self.cores, self.shapes, strict=True)]
         self.scores = [

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -245,6 +246,10 @@ def test_what_a_schedule_cannot_work_with_is_refused() -> None:
         with torch.inference_mode():
             run.scheduler.loss(run.task_loss())
         run.go(3)
+    run = recommending(late(objective="budget", target_size=0.5))
+    zeros, step = partial(run.optimizer.zero_grad, set_to_none=False), run.scheduler.step
+    run.scheduler.step = lambda: (zeros(), step())[1]
+    refuse(r"step\(\) found no gradients: call it after optimizer\.step\(\), before zero_grad", run.go, 50)
     run = recommending(late(objective="budget", target_size=0.5))
     run.model.tables[2].forward = torch.no_grad()(run.model.tables[2].forward)
     refuse(r"no loss of the late stage depends on 'tables\.2': freeze it before building", run.go, 50)
