@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 
@@ -18,13 +19,32 @@ def in_plain_torch() -> bool:
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate backward(ctx, gradient, *saved tensors), so that second derivatives raise an error.
 
-    torch's decorator raises only if the gradient that comes in needs one: where that is constant, it would leave out what the
-    second derivative owes to saved tensors.
+    After torch's decorator, results don't depend on the incoming gradient and the saved tensors, so a second derivative with respect
+    to given inputs would leave out what it owes to them.
     """
-    refusing = torch.autograd.function.once_differentiable(backward)
 
     @wraps(backward)
     def with_saved(ctx: Any, gradient: Any) -> Any:
-        return refusing(ctx, gradient, *ctx.saved_tensors)  # read once: an activation checkpoint gives them once
+        saved = ctx.saved_tensors  # read once: an activation checkpoint gives them once
+        with torch.no_grad():
+            results = backward(ctx, gradient, *saved)
+        sources = [each for each in (gradient, *saved) if each is not None and each.requires_grad]
+        if not (torch.is_grad_enabled() and sources):
+            return results
+        refusing = iter(_Refusing.apply(*(each for each in results if each is not None), *sources))
+        return tuple(None if each is None else next(refusing) for each in results)
 
     return with_saved
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "lookups and cross networks can't be differentiated twice: give TT tables impl='reference' or float64, or use "
+            "export_dense's model"
+        )

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from comera_rec import TTEmbeddingBag
+from comera_rec.nn import update_in_backward_
 from comera_rec.ops import plan_lookup, tt_bags
 from comera_rec.tt import TTShape
 
@@ -109,6 +110,17 @@ def test_the_reference_can_be_differentiated_twice(mode: str, order: int) -> Non
         return torch.func.functional_call(bag, dict(zip(names, tensors, strict=False)), (*BATCH, *tensors[len(names) :]))
 
     assert torch.autograd.gradgradcheck(look_up, [*parameters, *weights], fast_mode=True)
+
+
+@pytest.mark.parametrize("is_updated", [False, True])
+def test_a_second_derivative_of_operators_is_refused(is_updated: bool) -> None:
+    bag = bag_of(2)
+    if is_updated:  # an optimizer of the cores in backward leaves gradients of rank parameters
+        update_in_backward_(bag, torch.optim.SGD(bag.cores(), lr=0.1))
+    wanted = [*bag.rank_parameters(), *([] if is_updated else bag.cores())]
+    gradients = torch.autograd.grad(bag(*BATCH).tanh().square().sum(), wanted, create_graph=True)
+    with pytest.raises(RuntimeError, match="can't be differentiated twice"):
+        torch.autograd.grad(gradients, wanted, [torch.ones_like(each) for each in wanted])
 
 
 def look_up(impl: str = "auto", dtype: torch.dtype = torch.float32) -> list[Tensor]:

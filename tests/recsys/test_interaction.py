@@ -146,7 +146,7 @@ def test_a_graph_of_a_cross_network_may_be_retained_but_not_differentiated_twice
     once = torch.autograd.grad(crossed.sum(), inputs, retain_graph=True)
     again = torch.autograd.grad(crossed.sum(), inputs, create_graph=True)
     torch.testing.assert_close(again, once)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    with pytest.raises(RuntimeError, match="differentiated twice"):
         again[0].sum().backward()
 
 

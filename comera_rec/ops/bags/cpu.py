@@ -197,7 +197,7 @@ class _WriteSlots(torch.autograd.Function):
         return bags
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         return grad, ops.read_slots(grad.contiguous(), ctx.slots, ctx.width), None
 
