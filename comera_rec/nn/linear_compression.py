@@ -115,7 +115,9 @@ def compressed_linears(
         if type(module) is nn.Linear and (filter_fn is None or filter_fn(module, name))
     }
     owners = parameter_owners(model)
-    dense = {module: reason_to_stay_dense(module, owners, linears) for module in linears}
+    dense = {
+        module: _merging_adapter(model, name) or reason_to_stay_dense(module, owners, linears) for module, name in linears.items()
+    }
     others = [module for module, reason in dense.items() if reason is None]
     replacements: dict[nn.Module, nn.Module] = {}
     layers: dict[Tensor, TTLinear] = {}  # by the weight that they replace
@@ -137,6 +139,13 @@ def compressed_linears(
             layer.tie_weight_(layers[module.weight])
         layers[module.weight] = replacements[module] = layer
     return replacements, reasons
+
+
+def _merging_adapter(model: nn.Module, name: str) -> str | None:
+    """Return why the layer of an adapter of Hugging Face's PEFT stays dense, or None if a layer isn't one."""
+    parent, _, child = name.rpartition(".")
+    is_adapted = child == "base_layer" and hasattr(model.get_submodule(parent), "merge")
+    return "an adapter merges into its weight: compress first, then add adapters" if is_adapted else None
 
 
 def _compressed(module: nn.Linear, shape: TTShape, init: str) -> TTLinear:

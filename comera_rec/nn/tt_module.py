@@ -85,6 +85,12 @@ class TTModule(nn.Module):
             "TT modules can't be compiled by torch.jit.script: use torch.export or torch.compile, or script export_dense's model"
         )
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; raise ValueError for a weight, with which a dense module would be tied."""
+        if name == "weight":
+            raise UserError(f"a {type(self).__name__} has cores and no weight to set or to tie: tie dense modules, then compress_")
+        super().register_parameter(name, param)
+
     def laid_out(self, k: int, core: Tensor) -> Tensor:
         """Return the k-th core in the memory layout that the module uses."""
         return core
@@ -185,6 +191,8 @@ class TTModule(nn.Module):
                 where = f"{prefix[:-1]}: " if prefix else ""
                 error_msgs.append(f"{where}a {type(self).__name__} loads all of its tensors or none, and {refusal}")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        for k, core in enumerate(self.cores()):  # `assign` takes tensors as they are laid out
+            core.data = self.laid_out(k, core.data)
 
     def _stored_ranks(self, parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> tuple[int, ...] | None:
         """Return the ranks at which all stored tensors fit, or None if there are no such ranks."""

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from comera_rec.nn import TTModule, named_tt_modules, replace_data_
@@ -119,7 +120,7 @@ def require_optimized(modules: Mapping[str, TTModule], optimizer: Optimizer) -> 
 
 
 def require_known_states(modules: Iterable[TTModule], optimizer: Optimizer | None) -> None:
-    """Raise ValueError unless all optimizer state of TT modules can follow a change of their ranks.
+    """Raise ValueError unless parameters of TT modules, and all optimizer state of them, can follow a change of ranks.
 
     State of the parameter's shape changes with it. Single numbers stay, and so does a number for each slice of a core, which
     row-wise Adagrad keeps; before its first step that optimizer has state of another shape, which it then replaces.
@@ -127,6 +128,8 @@ def require_known_states(modules: Iterable[TTModule], optimizer: Optimizer | Non
     if optimizer and any(isinstance(each, torch.optim.LBFGS) for each in unwrapped(optimizer)):
         raise UserError("LBFGS keeps one state for all parameters: ranks can't change under it, use another optimizer")
     for parameter in (p for module in modules for p in (*module.cores(), *module.rank_parameters())):
+        if isinstance(parameter, DTensor):
+            raise UserError("fully_shard cut TT modules into parts, whose ranks can't change: leave them out, and replicate them")
         for each in _optimizers_of(parameter, optimizer):
             state = each.state.get(parameter, {})
             if is_row_wise(each) and not state.get("step"):

@@ -282,6 +282,12 @@ def test_layers_that_do_more_than_theirs_stay_dense(change: Callable[[nn.Module]
         refuse(rf"was compressed \('0': {reason}", compress_, nn.Sequential(layer), **options)
 
 
+def test_layers_into_which_adapters_merge_stay_dense() -> None:
+    adapted = nn.Module()
+    adapted.base_layer, adapted.merge = nn.Linear(64, 64), lambda: None  # as PEFT's
+    refuse(r"was compressed \('base_layer': an adapter merges into its weight", compress_, adapted, linears=LINEARS)
+
+
 def test_layers_that_share_a_weight_stay_dense_together() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight

@@ -12,10 +12,12 @@ import pytest
 import torch
 from processes import run as run_processes
 from refusals import refuse
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from comera_rec import TTEmbeddingBag
+from comera_rec import RankScheduler, TTEmbeddingBag, TTLinear
 from comera_rec.distributed import WORLD, join_launched, launcher_number
+from comera_rec.rank import RankConfig
 
 pytestmark = pytest.mark.distributed
 
@@ -101,6 +103,9 @@ def fully_sharded(process_rank: int) -> None:
     bag = TTEmbeddingBag(1000, 16, tt_ranks=4)
     wrapped = FullyShardedDataParallel(bag, use_orig_params=True, device_id=torch.device("cpu"))
     refuse("the table is in a FullyShardedDataParallel, which mixes up the gradients of cores", wrapped, torch.tensor([[1, 2]]))
+    layer = fully_shard(TTLinear(64, 64, tt_ranks=4), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(layer.parameters())
+    refuse("fully_shard cut TT modules into parts, whose ranks can't change", RankScheduler, layer, optimizer, RankConfig(early_steps=1))
 
 
 def test_tables_in_fully_sharded_data_parallel_are_refused() -> None:

@@ -415,7 +415,7 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
     if ROW_WISE in kinds:
         raise UserError(
             "RowWiseAdagrad in backward must be given to all cores of the tables that are looked up together, or to none, and each "
-            "table looked up once, its cores laid out as it makes them: load without assign=True, and change no memory format"
+            "table looked up once, its cores laid out as it makes them: change no memory format, and load by load_state_dict"
         )
     return None
 
