@@ -19,8 +19,8 @@ def in_plain_torch() -> bool:
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate backward(ctx, gradient, *saved tensors), so that second derivatives raise an error.
 
-    After torch's decorator, results don't depend on the incoming gradient and the saved tensors, so a second derivative with respect
-    to given inputs would leave out what it owes to them.
+    What torch's decorator returns doesn't depend on the incoming gradient and the saved tensors, so a second derivative with
+    respect to given inputs would leave out what it owes to them.
     """
 
     @wraps(backward)

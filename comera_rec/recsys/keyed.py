@@ -117,16 +117,22 @@ class BoundsCheck:
                 with torch.inference_mode(False):  # or training couldn't count after an evaluation
                     self._counts[ids.device] = torch.zeros((), dtype=torch.int64, device=ids.device)
             self._counts[ids.device] += is_bad.sum()
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=ids.masked_fill(is_bad, 0),
-            weights=features.weights_or_none(),
-            lengths=features.lengths(),
-            offsets=features.offsets(),
-            stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
-            stride=None if features.variable_stride_per_key() else features.stride(),
-            inverse_indices=features.inverse_indices_or_none(),
-        )
+        return with_values(features, ids.masked_fill(is_bad, 0), features.weights_or_none())
+
+
+def with_values(features: KeyedJaggedTensor, values: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
+    """Return a batch of the same bags with other values and weights."""
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        features.keys(),
+        values,
+        weights,
+        features.lengths(),
+        features.offsets(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
 
 
 def lowest_limits(tables: Sequence[BaseEmbeddingConfig]) -> dict[str, int]:

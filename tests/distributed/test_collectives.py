@@ -105,7 +105,13 @@ def fully_sharded(process_rank: int) -> None:
     refuse("the table is in a FullyShardedDataParallel, which mixes up the gradients of cores", wrapped, torch.tensor([[1, 2]]))
     layer = fully_shard(TTLinear(64, 64, tt_ranks=4), mesh=init_device_mesh("cpu", (1,)))
     optimizer = torch.optim.SGD(layer.parameters())
-    refuse("fully_shard cut TT modules into parts, whose ranks can't change", RankScheduler, layer, optimizer, RankConfig(early_steps=1))
+    refuse(
+        "fully_shard cut TT modules into parts",
+        RankScheduler,
+        layer,
+        optimizer,
+        RankConfig(early_steps=1),
+    )
 
 
 def test_tables_in_fully_sharded_data_parallel_are_refused() -> None:

@@ -103,7 +103,8 @@ def global_batch(step: int, samples: int, case: Case) -> list[KeyedJaggedTensor]
             lengths[2] = 0
         limits = torch.tensor([900, 1000, 700, 900, 20]).repeat_interleave(lengths)
         values = (torch.rand(len(limits), generator=generator) * limits).long()
-        weights = torch.rand(len(limits), generator=generator) if case.weighted else None
+        # Unweighted collections ignore them.
+        weights = None if case.varies and not case.weighted else torch.rand(len(limits), generator=generator)
         batch.append(KeyedJaggedTensor(FEATURES, values, weights, lengths=lengths))
     return batch
 

@@ -119,6 +119,7 @@ def train_with(rank: int, collection: str, kind: str, device: str, name: str) ->
         for each in _get_in_backward_optimizers(model) if device == "cpu" else ():  # as a schedule does, before sharding
             each.param_groups[0]["lr"] = settings["lr"]
         model = shard(model, {"t": kind})
+        model.fused_optimizer.init_state()  # steps by zeros, as TorchRec advises before a checkpoint is loaded
         assert not dict(in_backward_optimizer_filter(model.named_parameters())), "no parameter is left to another optimizer"
     else:
         model = by_hand(model, KINDS[kind]).module  # its DistributedDataParallel sees no lookup

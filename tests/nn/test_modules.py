@@ -181,7 +181,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: cr.TTEmbedding(100, 16)([1, 2]), "ids of the table are a list: give a tensor"),
     (lambda: cr.TTEmbeddingBag(100, 16)(torch.arange(3), [0, 2]), "offsets are a list: give a tensor"),
     (lambda: cr.TTEmbedding(100, 16).logits(torch.ones(2, 8)), r"input has shape \(2, 8\): give \[..., 16\]"),
-    (lambda: setattr(cr.TTEmbedding(100, 16), "weight", nn.Parameter(torch.ones(100, 16))), "has cores and no weight to set or to tie"),
+    (lambda: setattr(cr.TTEmbedding(9, 4), "weight", nn.Parameter(torch.ones(9, 4))), "has cores and no weight to set or to tie"),
     (lambda: partly_on_meta()(torch.arange(3)), "parameters of a table are on several devices"),
     (lambda: look_up(0, 101), "id 101 is out of range for table 'C3': its ids run from 0 to 100"),
     (lambda: look_up(2**33), f"id {2**33} is out of range for table 'C3': its ids run from 0 to 100"),

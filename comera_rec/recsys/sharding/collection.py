@@ -37,7 +37,7 @@ from torchrec.streamable import Multistreamable
 from comera_rec.ops import check_ids
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
-from comera_rec.recsys.keyed import in_order, repeated, require_features
+from comera_rec.recsys.keyed import in_order, repeated, require_features, with_values
 from comera_rec.recsys.sharding.optimizers import FusedTTOptimizer, is_fused, new_optimizers
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, Part, Placement, RowShard, RowWise, data_parallel, table_wise
 from data_pipeline.errors import UserError
@@ -113,13 +113,13 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         )
         owner = {config.name: _owner(plan[config.name]) for config in whole}
         whole.sort(key=lambda config: owner[config.name])
-        self._is_pooled = module.is_pooled
+        self._is_pooled, self._is_weighted = module.is_pooled, module.is_weighted()
         self.bounds_check = module.bounds_check
         mode = (dense_sharder.fused_params or {}).get("bounds_check_mode")
         if mode is not None:
             self.bounds_check.mode = mode
         placement = Placement(
-            is_weighted=module.is_weighted(),
+            is_weighted=self._is_weighted,
             is_pooled=module.is_pooled,
             device=device,
             group=group,
@@ -179,6 +179,8 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         """
         require_features(features, self._tables, is_pooled=self._is_pooled)
         features = self.bounds_check(features)
+        if self._is_pooled and not self._is_weighted and features.weights_or_none() is not None:
+            features = with_values(features, features.values(), None)  # TorchRec's sharded tables would apply the weights
         if features.variable_stride_per_key():
             if self._is_pooled:
                 ctx.inverse_indices = features.inverse_indices_or_none()

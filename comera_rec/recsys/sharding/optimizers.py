@@ -47,7 +47,9 @@ class FusedTTOptimizer(FusedOptimizer):
         super().__init__(dict(parameters), _States(list(parameters.values()), shown), groups)
 
     def step(self, closure: Any = None) -> None:
-        """Do nothing: parameters were updated in backward."""
+        """Drop gradients, such as those that TorchRec's `init_state` steps by: parameters were updated in backward."""
+        for parameter in self.params.values():
+            parameter.grad = None
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Do nothing: parameters have no gradients after backward."""
