@@ -140,7 +140,7 @@ class ParquetBatches(IterableDataset[Batch]):
         batches = self.rows // readers // rows if self.drop_last else math.ceil(math.ceil(self.rows / readers) / rows)
         if not 0 < batches <= self.rows // readers:
             raise UserError(
-                f"batch_size {self.batch_size} on {readers} readers doesn't divide {self.rows} rows into equal batches; "
+                f"batches of {self.batch_size * self.world_size} rows on {readers} readers don't divide {self.rows} rows equally; "
                 "lower batch_size, or use fewer processes or workers"
             )
         return batches

@@ -28,11 +28,14 @@ _SUMMARY_KEYS = (
 
 
 def write_summary(runs: list[Run], path: Path) -> None:
-    """Write a JSON file that maps each run's folder name to its numbers; those that a run lacks are null."""
-    numbers = {
-        run.folder.resolve().name: {"finished": bool(run.result)} | {key: run.value(key) for key in _SUMMARY_KEYS} for run in runs
-    }
-    write_json(path, numbers)
+    """Write a JSON file that maps each run's folder name, or its path where names are equal, to its numbers.
+
+    Those that a run lacks are null.
+    """
+    names = [run.folder.resolve().name for run in runs]
+    keys = [str(run.folder) if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
+    numbers = [{"finished": bool(run.result)} | {key: run.value(key) for key in _SUMMARY_KEYS} for run in runs]
+    write_json(path, dict(zip(keys, numbers, strict=True)))
 
 
 def require_summary(path: Path) -> None:

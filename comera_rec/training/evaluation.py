@@ -186,8 +186,8 @@ def _metrics(negatives: Tensor, positives: Tensor, loss: float, rows: int) -> di
     if not all(weights):
         which = f"labels are {int(weights[1] > 0)}" if any(weights) else "weights are 0"
         raise OneClass(f"all {rows} {which}, so AUC and NE are undefined; evaluate on more rows")
-    base_rate = weights[1] / sum(weights)
-    entropy = -(base_rate * math.log(base_rate) + (1 - base_rate) * math.log(1 - base_rate))
+    shares = [weight / sum(weights) for weight in weights]
+    entropy = -sum(share * math.log(share) for share in shares)
     auc = float(positives.diff() @ (negatives[1:] + negatives[:-1])) / 2 / math.prod(weights)
     logloss = loss / sum(weights)
     return {"auc": auc, "ne": logloss / entropy, "logloss": logloss, "rows": rows}

@@ -31,15 +31,22 @@ class MetricsLog:
     def __init__(self, folder: Path, step: int, *, evaluated: bool = True) -> None:
         path = folder / "metrics.jsonl"
         lines = path.read_text(errors="replace").splitlines() if step and path.exists() else []
+        kept = [line for line in lines if _is_before(line, step, evaluated)]
         with replacing(path) as beside:
-            beside.write_text("".join(f"{line}\n" for line in lines if _is_before(line, step, evaluated)))
+            beside.write_text("".join(f"{line}\n" for line in kept))
         self._file = path.open("a")
-        self._board: SummaryWriter | None = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)
+        self._board: SummaryWriter | None = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+        for entry in map(json.loads, kept):
+            if entry["step"] == step:  # TensorBoard can't drop part of a step
+                self._show(**entry)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line, and the numbers among its values to TensorBoard."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
+        self._show(kind, step, **values)
+
+    def _show(self, kind: str, step: int, **values: Any) -> None:
         group = f"{kind}/{values['split']}" if kind == "eval" else kind
         numbers = {f"{group}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         numbers |= {f"rank/{name}": sum(ranks) / max(1, len(ranks)) for name, ranks in values.get("ranks", {}).items()}
@@ -117,8 +124,8 @@ def off_target(scheduler: RankScheduler) -> str | None:
     if scheduler.stage != "done":
         steps = scheduler.config.early_steps + scheduler.config.late_steps
         return (
-            f"the run ended after {scheduler.steps:,} steps, in the {scheduler.stage} stage of its ranks, which reach their final "
-            f"size after {steps:,}: raise training.steps and resume, or lower ranks.early_steps and ranks.late_steps"
+            f"the run ended in the {scheduler.stage} stage of its ranks, after {scheduler.steps:,} steps of their schedule, which "
+            f"takes {steps:,}: raise training.steps and resume, or lower ranks.early_steps and ranks.late_steps"
         )
     size, unit = scheduler.history[-1]["bytes" if scheduler.in_bytes else "params"], "bytes" if scheduler.in_bytes else "parameters"
     if scheduler.target is None or size <= 1.01 * scheduler.target:

@@ -156,6 +156,17 @@ def materialize_(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
+def require_fusible_tables(model: nn.Module) -> None:
+    """Raise ValueError for a dense table that FBGEMM doesn't take."""
+    collections = [module for module in model.modules() if isinstance(module, EmbeddingBagCollection)]
+    for table in (table for collection in collections for table in collection.embedding_bag_configs()):
+        if table.embedding_dim % 4:
+            raise UserError(
+                f"table {table.name!r} is dense and has {table.embedding_dim} columns: FBGEMM takes multiples of 4, so change "
+                "model.embedding_dim"
+            )
+
+
 def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> list[KeyedOptimizer]:
     """Replace every EmbeddingBagCollection by FBGEMM's fused tables, which row-wise Adagrad updates in the backward pass.
 
@@ -167,12 +178,6 @@ def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> lis
     replacements: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection):
-            for table in module.embedding_bag_configs():
-                if table.embedding_dim % 4:
-                    raise UserError(
-                        f"table {table.name!r} is dense and has {table.embedding_dim} columns: FBGEMM takes multiples of 4, "
-                        "so change model.embedding_dim"
-                    )
             fused = FusedEmbeddingBagCollection(
                 module.embedding_bag_configs(), RowWiseAdagrad, {"lr": lr}, module.is_weighted(), device
             )

@@ -23,7 +23,7 @@ from comera_rec.nn import named_tt_modules
 from comera_rec.rank.tt_modules import gather_tt_modules
 from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
 from comera_rec.training.config import RunConfig
-from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_
+from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_, require_fusible_tables
 from comera_rec.training.start import StartingVectors
 from comera_rec.training.state import TrainingState
 from data_pipeline.errors import UserError
@@ -56,6 +56,7 @@ def place(
     # On the meta device at first: so initial values don't depend on the number of processes, and dense tables, which may be too
     # large for one process, are made in shards on the processes that keep them.
     whole = materialize_(build_model(config, schema, device="meta"), device) if model is None else model.to(device)
+    require_fusible_tables(whole)
     if start:
         start.set_tt_tables_(whole)
     tables: list[KeyedOptimizer]

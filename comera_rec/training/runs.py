@@ -45,6 +45,11 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest) -> None:
             f"training.task_weights has {len(training.task_weights)} numbers and {data.path} the labels "
             f"{', '.join(schema.labels)}: give one for each"
         )
+    if few := [name for name in ("val", "test") if 0 < manifest.splits[name].rows < WORLD.size]:
+        raise UserError(
+            f"the {few[0]} split of {data.path} has fewer rows than there are processes: preprocess with a larger "
+            f"--{few[0]}-fraction, or use fewer processes"
+        )
     if data.batch_size % WORLD.size:
         raise UserError(
             f"data.batch_size is {data.batch_size}, which {WORLD.size} processes can't share equally: "

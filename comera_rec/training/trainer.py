@@ -169,7 +169,7 @@ class Trainer:
         self.step.model_has_changed()
         if self.scheduler:
             self.scheduler.load_state_dict(record["scheduler"])
-            self.history_written = len(self.scheduler.history)
+            self.history_written = len(self.scheduler.history) - (record["step"] == 0)  # a new run begins with its sizes
         self.steps = record["step"]
         self.evaluated = record["evaluated"]
         best = BestSoFar(**record["best"])
@@ -303,8 +303,10 @@ class Trainer:
 
     def _log_ranks(self) -> None:
         if self.scheduler:
+            earlier = self.scheduler.steps - self.steps  # of the run that this one continues
             for entry in self.scheduler.history[self.history_written :]:
-                self._log("ranks", **{key: value for key, value in entry.items() if key != "loss"})
+                values = {key: value for key, value in entry.items() if key != "loss"}
+                self._log("ranks", **values | {"step": max(0, entry["step"] - earlier)})
             self.history_written = len(self.scheduler.history)
 
     def _log(self, kind: str, **values: Any) -> None:
@@ -325,6 +327,7 @@ class Trainer:
         except Interrupted:
             self.save()
             raise
+        self._log("eval", split="val", **metrics)
         self.evaluated = self.steps
         counts = self.scheduler is None or self.scheduler.stage == "done"
         return counts and metrics["ne"] is not None and self.best.observe(self.steps, metrics["ne"])
@@ -341,7 +344,6 @@ class Trainer:
                 tell(f"{self.folder.name}: {split} has no metrics: {error}")
             self.undefined.add(split)
             metrics = {"auc": None, "ne": None, "logloss": None, "rows": self._rows(split)}
-        self._log("eval", split=split, **metrics)
         return metrics
 
     def _result(self) -> dict[str, Any]:
@@ -356,8 +358,10 @@ class Trainer:
             self.step.model_has_changed()
         split = next(name for name in ("test", "val", "train") if self._rows(name))
         metrics = self._evaluate(split)
+        if split != "val":  # that has a line, of the last weights
+            self._log("eval", split=split, **metrics)
         whole = whole_model(self.config, self.schema, self.module)
-        step_ms = statistics.median(self.step_ms or [float("nan")])
+        step_ms = statistics.median(self.step_ms) if self.step_ms else None
         return {
             "name": self.folder.name,
             "steps": self.steps,
@@ -365,8 +369,8 @@ class Trainer:
             "split": split,
             **metrics,
             "step_ms": step_ms,
-            "first_step_ms": self.first_step_ms,
-            "rows_per_s": 1e3 * self.config.data.batch_size / step_ms,
+            "first_step_ms": None if math.isnan(self.first_step_ms) else self.first_step_ms,
+            "rows_per_s": step_ms and 1e3 * self.config.data.batch_size / step_ms,
             "peak_mib": peak,
             **compression_report(whole).to_dict(),
             "processes": WORLD.size,

@@ -332,8 +332,8 @@ class TestBadInput:
             ({"epochs": 0}, "epochs must be at least 1, or None for endless, got 0"),
             ({"seed": -1}, "seed must be at least 0, got -1"),
             ({"process_rank": 2, "world_size": 2}, r"process_rank must be in 0..1 \(world_size 2\), got 2"),
-            ({"batch_size": 101, "drop_last": True}, "batch_size 101 on 1 readers doesn't divide 100 rows into equal batches"),
-            ({"world_size": 101}, "batch_size 8 on 101 readers doesn't divide 100 rows into equal batches"),
+            ({"batch_size": 101, "drop_last": True}, "batches of 101 rows on 1 readers don't divide 100 rows equally"),
+            ({"world_size": 101}, "batches of 808 rows on 101 readers don't divide 100 rows equally"),
             ({"split": "dev"}, r"split 'dev' is not in .* it has train, val, test"),
             ({"split": "test"}, r"split test of .* is empty; preprocess more rows"),
         ],
@@ -394,5 +394,5 @@ class TestBadInput:
         other = ParquetBatches(data, "train", batch_size=9)
         refuse("cannot resume the batches: batch_size was 8, not 9; set it back", other.load_state_dict, batches.state_dict())
         loader = DataLoader(ParquetBatches(data, "val", batch_size=15, epochs=None, drop_last=True), batch_size=None, num_workers=2)
-        with pytest.raises(ValueError, match="batch_size 15 on 2 readers doesn't divide 20 rows into equal batches"):
+        with pytest.raises(ValueError, match="batches of 15 rows on 2 readers don't divide 20 rows equally"):
             next(iter(loader))

@@ -128,6 +128,9 @@ def test_summary(compressed: Path, running: Path, tmp_path: Path) -> None:
     expected = {"params": 50_567, "table_bytes": 202_268, "auc": 0.7479, "ne": 0.85, "peak_mib": 250.0, "finished": True}
     assert summary["compressed"].items() >= expected.items()
     assert summary["running"].items() >= {"finished": False, "params": None, "auc": 0.73}.items()
+    namesake = write_run(tmp_path / "other" / "compressed", [])
+    write_summary(read_runs([compressed, namesake]), tmp_path / "summary.json")
+    assert [*json.loads((tmp_path / "summary.json").read_text())] == [str(compressed), str(namesake)]
 
 
 def test_absent_and_damaged_files(tmp_path: Path, compressed: Path) -> None:

@@ -80,6 +80,8 @@ def test_undefined() -> None:
     weightless = BinaryMetrics()
     weightless.update(torch.zeros(2), torch.tensor([0, 1]), torch.zeros(2))
     refuse("all 2 weights are 0, so AUC and NE are undefined", weightless.compute)
+    weightless.update(torch.zeros(2), torch.tensor([0, 1]), torch.tensor([1e-20, 1.0]))
+    assert weightless.compute()["ne"] > 1
 
 
 def test_metrics_of_several_labels_are_means_over_those_of_both_classes() -> None:

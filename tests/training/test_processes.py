@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import BinaryMetrics, evaluate
 from comera_rec.training.from_runs import compress_run
-from comera_rec.training.runs import load_run
+from comera_rec.training.model import Schema
+from comera_rec.training.runs import load_run, require_fit
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Trainer
+from data_pipeline.manifest import read_manifest
 from tests.training.run_folders import DENSE, RANKS, assert_close, assert_same_run, call, lines, losses, tensors
 
 pytestmark = pytest.mark.distributed
@@ -111,9 +114,18 @@ def test_a_run_that_another_process_writes_is_refused(config_file: Path, dense: 
     assert not [*(config_file.parent / "run").iterdir()]
 
 
+def fit_with_one_test_row(process_rank: int, config_file: Path) -> None:
+    config = load_config(config_file)
+    manifest = read_manifest(Path(config.data.path))
+    few = replace(manifest, splits=manifest.splits | {"test": replace(manifest.splits["test"], rows=1)})
+    require_fit(config, Schema.from_manifest(manifest), few)
+
+
 def test_batches_and_readers_that_cannot_be_shared_are_refused(config_file: Path) -> None:
     with pytest.raises(RuntimeError, match=r"data\.batch_size is 127, which 2 processes can't share equally: give a multiple"):
         run_processes(2, train, config_file, ["data.batch_size=127"])
+    with pytest.raises(RuntimeError, match=r"the test split of .* has fewer rows than there are processes"):
+        run_processes(2, fit_with_one_test_row, config_file)
     batch = ["data.batch_size=120"]  # 3 processes can't share 8 readers
     train(0, config_file, [*batch, "training.steps=6"])
     with pytest.raises(RuntimeError, match=r"8 readers made them, which 3 processes can't share: launch .* that divides 8"):

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from processes import run as run_processes
 from refusals import refuse
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from comera_rec.convert import compression_report
 from comera_rec.nn import TTEmbeddingBag, TTTable
@@ -60,7 +61,7 @@ def test_a_run_that_misses_its_target_size_says_why(config_file: Path, capsys: p
     run(config_file, *settings, f"output={config_file.parent / 'budget'}")
     assert "above their target" not in capsys.readouterr().err
     run(config_file, *settings, "ranks.late_steps=9", f"output={config_file.parent / 'short'}")
-    message = "the run ended after 12 steps, in the late stage of its ranks, which reach their final size after 13:"
+    message = "the run ended in the late stage of its ranks, after 12 steps of their schedule, which takes 13"
     assert message in capsys.readouterr().err
 
 
@@ -108,6 +109,7 @@ def test_sigterm_stops_an_evaluation_and_the_next_run_repeats_it(
     if last_step == 4:
         assert_same_run(folder, whole)
     assert [(line["step"], line["split"]) for line in lines(folder, "eval")][-2:] == [(12, "val"), (12, "test")]
+    json.loads((folder / "result.json").read_text(), parse_constant=pytest.fail)  # NaN isn't JSON
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -176,6 +178,21 @@ def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None
     given = f"data.path={data}"
     refuse(r"training\.eval_every is 5 but .* has no validation rows", run, config_file, given, "training.eval_every=5")
     assert run(config_file, given)[1]["split"] == "train"
+    data = tmp_path / "no_test"
+    preprocess(PreprocessOptions(inputs=(tmp_path / "train.txt",), output=data, test_fraction=0.0))
+    folder, _ = run(config_file, f"data.path={data}", f"output={tmp_path / 'second'}")
+    assert [line["step"] for line in lines(folder, "eval")] == [12]
+
+
+def test_events_of_a_step_that_was_not_evaluated_are_written_once(tmp_path: Path) -> None:
+    for is_resumed in (False, True):
+        log = MetricsLog(tmp_path, 5 * is_resumed, evaluated=False)
+        if not is_resumed:
+            log.write("train", 5, loss=0.5)
+        log.write("eval", 5, split="val", ne=0.9)
+        log.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [len(board.Scalars(name)) for name in ("train/loss", "eval/val/ne")] == [1, 1]
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +256,12 @@ def test_later_days(optimizer: str, numbers: tuple[int, ...], days: Path, config
         run = later
     assert kinds == {"slices", "room", "dense"} or optimizer == "adam"
     assert call("evaluate", "--checkpoint", run, "--data", days / "day_3") == 0
+
+
+def test_a_schedule_of_ranks_goes_on(days: Path, config_file: Path, tmp_path: Path) -> None:
+    first = trained(config_file, days / "day_1", tmp_path / "first", *RANKS, "training.steps=7")
+    later = trained(config_file, days / "day_1", tmp_path / "later", "--after", first, *RANKS, "training.steps=4")
+    assert [line["step"] for line in lines(later, "ranks")] == [0, 1, 3]
 
 
 def test_what_does_not_follow_is_refused(days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
