@@ -63,13 +63,11 @@ def test_neighbors_belong_to_one_group(options: Callable[..., PreprocessOptions]
     data = options(rows, "similar").output
     verify(manifest, data)
     for column, name in enumerate(("user", "item"), start=1):
-        counts = pq.read_table(data / f"vocabulary/{name}.parquet").column("count").to_numpy()
         group_of = np.empty(VALUES + 1, int)
         group_of[read(data)[name]] = np.array(rows)[:, column] % GROUPS
         bands = band_of(np.arange(VALUES))
         together = [group_of[1:][bands == band] for band in range(2)]
         assert np.mean([np.mean(band[1:] == band[:-1]) for band in together]) > 0.85
-        assert counts[bands == 0].min() >= counts[bands == 1].max()
 
 
 def test_the_order_depends_on_training_rows_and_not_on_labels(options: Callable[..., PreprocessOptions]) -> None:
@@ -83,9 +81,7 @@ def test_the_order_depends_on_training_rows_and_not_on_labels(options: Callable[
         assert vocabulary(data, column) != sorted(vocabulary(data, column))
 
 
-def test_values_beyond_the_memory_limit_stay_in_order_of_frequency(
-    options: Callable[..., PreprocessOptions], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_beyond_memory_keep_their_order(options: Callable[..., PreprocessOptions], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = grouped_rows(5000)
     preprocess(options(rows, "frequent", order="frequency"))
     of_value = options(rows, "ordered").order_bytes // 2 // 400  # 200 of each
@@ -120,9 +116,8 @@ def test_a_single_column_stays_in_order_of_frequency(options: Callable[..., Prep
 
 def test_a_column_without_frequent_values(options: Callable[..., PreprocessOptions]) -> None:
     rows = [[label, user, 1000 + row] for row, (label, user, _) in enumerate(grouped_rows(2000))]
-    rare = options(rows, "rare")
-    manifest = preprocess(rare)
-    verify(manifest, rare.output)
+    manifest = preprocess(options(rows, "rare"))
+    verify(manifest, options(rows, "rare").output)
     assert [column.num_embeddings > 1 for column in manifest.categorical_columns] == [True, False]
     assert [column.head is None for column in manifest.categorical_columns] == [False, True]
 

@@ -39,7 +39,6 @@ def test_log_and_truth(tmp_path: Path) -> None:
     assert truth["best_logloss"] == pytest.approx(-np.log(likelihood).mean())
     entropy = -rate * np.log(rate) - (1 - rate) * np.log(1 - rate)
     assert truth["best_ne"] == pytest.approx(truth["best_logloss"] / entropy)
-    assert truth["last_tenth"] is not None
     assert truth["last_tenth"]["rows"] == 3000
     assert truth["last_tenth"]["best_auc"] == pytest.approx(exact_auc(label[27_000:], drawn.probability[27_000:]), abs=1e-4)
 
