@@ -156,7 +156,6 @@ def test_frequent_ids_get_hot_rows_and_other_ids_keep_their_values(ordered: bool
     counts[wide], counts[narrow], counts[cold] = 10**6, int(counts[id_of[50]]), 0
     assert rerank_hot_rows_(model, optimizer, {"pages": counts}) == {"pages": 2}
     rows, after = table.row_order, table.dense_matrix()
-    assert rows is not None
     assert rows[wide] < 20 <= rows[narrow] < 60 <= rows[cold].min()
     torch.testing.assert_close(after[wide], before[wide])  # a block as wide as the table fits them exactly
     moved = rows != row_of
