@@ -28,6 +28,7 @@ SHAPES = [
     (35, 6, TTShape((35,), (6,), ())),
 ]
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)  # compiled, and in plain torch
+SAVED, LOADING = TTShape((7, 5, 3), (3, 2, 2), (2, 5)), TTShape((7, 5, 3), (3, 2, 2), (4, 3))
 
 
 def build(size: tuple, dtype: torch.dtype = torch.float64, *, kind: type = TTEmbeddingBag, **arguments: object) -> Any:
@@ -174,9 +175,6 @@ def assert_unchanged(bag: TTEmbeddingBag, shape: TTShape, before: dict[str, Tens
     assert all(parameter is old for parameter, old in zip(bag.parameters(), parameters, strict=True))
     torch.testing.assert_close(values(bag), before, rtol=0, atol=0)
     assert bag(torch.tensor([[0, 100]])).isfinite().all()
-
-
-SAVED, LOADING = TTShape((7, 5, 3), (3, 2, 2), (2, 5)), TTShape((7, 5, 3), (3, 2, 2), (4, 3))
 
 
 def state_of(num_rows: int, num_cols: int, *modes_and_ranks: tuple[int, ...]) -> dict[str, Tensor]:

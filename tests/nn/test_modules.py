@@ -27,14 +27,12 @@ from comera_rec.serving.forms import serving_copy
 
 SMALL = TransformerConfig(vocab_size=90, embed_dim=16, num_layers=2, num_heads=4, ff_dim=24, max_length=10)
 tt_embedding = partial(cr.TTEmbedding, shape=cr.TTShape((6, 5, 4), (2, 2, 4), 5), std=0.02)
+PADDED = torch.arange(7) >= torch.tensor([[7], [4], [1]])  # of a batch of 3 x 7
 
 
 def tt(model: nn.Module) -> nn.Module:
     """Compress all linear layers of a model."""
     return cr.compress_(model, linears=cr.LinearCompression(tt_ranks=3, min_features=1, policy="always"))
-
-
-PADDED = torch.arange(7) >= torch.tensor([[7], [4], [1]])  # of a batch of 3 x 7
 
 
 def weights_for_torch(block: EncoderBlock) -> dict[str, Tensor]:

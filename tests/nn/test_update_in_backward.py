@@ -22,15 +22,17 @@ from comera_rec.ops.bags.cpu import DTYPES
 
 SHAPE = TTShape((7, 9), (4, 4), (5,))
 IDS = torch.arange(8)[:, None]
+STEPS, WIDE = 40, TTShape((3, 2), (32, 32), (8,))
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 2**-12}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 2**-9, "initial_accumulator_value": 16.0}),
+    "Adam": (torch.optim.Adam, {"lr": 2**-12, "betas": (0.9, 0.9995)}),
+}
 
 
 def table(**options: Any) -> TTEmbeddingBag:
     torch.manual_seed(0)
     return TTEmbeddingBag(63, 16, shape=SHAPE, **options)
-
-
-def two_tables() -> nn.ModuleList:
-    return nn.ModuleList(TTEmbeddingBag(63, 16, shape=SHAPE) for _ in range(2))
 
 
 def train(model: nn.ModuleList, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
@@ -42,9 +44,9 @@ def train(model: nn.ModuleList, optimizer: torch.optim.Optimizer, steps: int = 4
 
 
 def test_optimizers_that_cannot_update_in_backward_are_refused() -> None:
-    model, torchs = two_tables(), torch.optim.Adagrad
+    model, torchs = nn.ModuleList([table(), table()]), torch.optim.Adagrad
     same_name = type("Adagrad", (torchs,), {})  # but not torch's
-    for kind, tables in ((torch.optim.RMSprop, model), (same_name, model), (torchs, nn.ModuleList()), (torchs, two_tables())):
+    for kind, tables in ((torch.optim.RMSprop, model), (same_name, model), (torchs, nn.ModuleList()), (torchs, table())):
         refuse("no TT table's cores are updated by this", update_in_backward_, tables, kind(model.parameters(), lr=0.1))
     bag = table(hot_rows=[(10, 2)])  # which is registered as a whole or not at all
     refuse("no TT table's cores are updated", update_in_backward_, bag, RowWiseAdagrad(list(bag.cores()), lr=0.1))
@@ -53,7 +55,7 @@ def test_optimizers_that_cannot_update_in_backward_are_refused() -> None:
 
 
 def test_it_can_be_undone_and_redone() -> None:
-    model = two_tables()
+    model = nn.ModuleList([table(), table()])
     first = torch.optim.Adagrad(model.parameters(), lr=0.1)
     second = torch.optim.Adagrad([{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1}, {"params": model.parameters()}], lr=0.0)
     assert update_in_backward_(model, first) == ["0", "1"]
@@ -68,7 +70,7 @@ def test_it_can_be_undone_and_redone() -> None:
 
 
 def test_state_is_converted_with_the_dtype_and_other_ranks_are_refused() -> None:
-    model = two_tables()
+    model = nn.ModuleList([table(), table()])
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     update_in_backward_(model, optimizer)
     train(model, optimizer, steps=1)
@@ -200,14 +202,6 @@ def test_plans_whose_products_are_out_of_order_are_refused() -> None:
     plan = plan_lookup([torch.tensor([0, 4])], [(2, 2, 2)])
     plan.left[0, :2] = plan.left[0, :2].flip(0)
     refuse("plan holds numbers that", tt_bags, [bag.forward_parameters()], plan, torch.tensor([0, 1, 2]), num_cols=4)
-
-
-STEPS, WIDE = 40, TTShape((3, 2), (32, 32), (8,))
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "SGD": (torch.optim.SGD, {"lr": 2**-12}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 2**-9, "initial_accumulator_value": 16.0}),
-    "Adam": (torch.optim.Adam, {"lr": 2**-12, "betas": (0.9, 0.9995)}),
-}
 
 
 def train_one_row(kind: str, dtype: torch.dtype, value: float) -> tuple[TTEmbeddingBag, torch.optim.Optimizer]:
