@@ -30,6 +30,8 @@ from data_pipeline.splits import Splitting
 from data_pipeline.transform import TransformOptions, transform
 
 WriteLog = Callable[..., Path]
+START = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
+VISITS = schema_of({"click": "label", "when": "time", "who": "ignore", "page": "category"}, header=True, format="csv")
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -108,10 +110,6 @@ def test_shares_are_those_asked_for() -> None:
     assert [Splitting(split=split).bounds([2, 1]) for split in SPLITS] == [(3, 3), (0, 3), (0, 0)]
     assert Splitting(split="day").bounds([200, 100, 51]) == (300, 326)
     assert Splitting(val_fraction=0.29).bounds([100]) == (61, 90)  # though 0.29 * 100 is 28.999999999999996
-
-
-START = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
-VISITS = schema_of({"click": "label", "when": "time", "who": "ignore", "page": "category"}, header=True, format="csv")
 
 
 @pytest.fixture
