@@ -81,17 +81,13 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _unsynced_files() -> Iterator[None]:
-    """Leave files to the system's cache, which outlives killed processes: waiting for disks takes longer than many tests."""
+def _no_waiting() -> Iterator[None]:
+    """Leave files to the system's cache, which outlives killed processes: waiting for disks takes longer than many tests.
+
+    Keep what the fork server imports: programs that need less of it would make all later processes slow.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_fork_server() -> Iterator[None]:
-    """Keep what the fork server imports: programs that need less of it would make all later processes slow."""
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "set_forkserver_preload", lambda modules: None)
         yield
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DLRM, DLRMTrain
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.optim import RowWiseAdagrad
@@ -21,9 +19,7 @@ from torchrec.optim import RowWiseAdagrad
 import comera_rec as cr
 
 
-def managed_collisions(
-    tables: Sequence[BaseEmbeddingConfig], *, device: str = "cpu", interval: int = 1, buckets: int = 1
-) -> ManagedCollisionCollection:
+def managed_collisions(tables: list, *, device: str = "cpu", interval: int = 1, buckets: int = 1) -> ManagedCollisionCollection:
     """Build managed collisions as large as the tables, which evict ids every `interval` batches."""
     modules = {
         config.name: MCHManagedCollisionModule(
@@ -35,7 +31,7 @@ def managed_collisions(
         )
         for config in tables
     }
-    return ManagedCollisionCollection(modules, list(tables))
+    return ManagedCollisionCollection(modules, tables)
 
 
 SAMPLES, DIM = 4, 8  # samples of a process
@@ -56,8 +52,8 @@ def collection(device: str, *names: str) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables(*names), device=torch.device(device))
 
 
-class Program(nn.Module, ABC):
-    """A model called with a batch, which returns its loss and logits.
+class Program(nn.Module):
+    """A model called with a batch, which returns its loss and the logits of its method `score`.
 
     Attributes:
         is_combined: whether one optimizer has the tables' and the dense one.
@@ -66,10 +62,6 @@ class Program(nn.Module, ABC):
 
     is_combined = True
     is_sharded = True
-
-    @abstractmethod
-    def score(self, batch: Batch) -> Tensor:
-        """Return logits."""
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.score(batch)

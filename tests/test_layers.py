@@ -34,6 +34,9 @@ BELOW_TORCHREC = {"distributed", "tt", "ops", "nn", "rank"}
 OPTIONAL = {"triton", "distributed", "onnxruntime", "onnxscript"}
 
 FILES = sorted([*Path(comera_rec.__file__).parent.rglob("*.py"), *Path(data_pipeline.__file__).parent.rglob("*.py")])
+INFOS = [info for root in (comera_rec, data_pipeline) for info in pkgutil.walk_packages(root.__path__, f"{root.__name__}.")]
+CANDIDATES = (*(f"clang++-{version}" for version in range(30, 15, -1)), "clang++")
+CLANG = next(filter(None, map(shutil.which, CANDIDATES)), None)
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
@@ -93,9 +96,6 @@ def test_only_their_tests_import_benchmarks_and_examples() -> None:
             assert imported & {"benchmarks", "examples"} <= {allowed}, file
 
 
-INFOS = [info for root in (comera_rec, data_pipeline) for info in pkgutil.walk_packages(root.__path__, f"{root.__name__}.")]
-
-
 @pytest.mark.parametrize("name", [info.name for info in INFOS if not info.name.endswith("__main__")])
 def test_docstring_examples(name: str) -> None:
     if name.endswith(".triton"):
@@ -144,13 +144,10 @@ except ValueError as error:
     assert shown.stdout == f"{ROOT}/comera_rec/__init__.py (3, 8)\n{missing('pyarrow', 'train')}", shown.stderr
 
 
-@pytest.mark.parametrize(
-    ("hidden", "command", "expected"),
-    [(HIDDEN, "train", missing("click", "train")), ({"orjson"}, "serve", missing("orjson", "serve"))],
-)
-def test_a_command_names_its_extra(hidden: set[str], command: str, expected: str) -> None:
+@pytest.mark.parametrize(("hidden", "module", "command"), [(HIDDEN, "click", "train"), ({"orjson"}, "orjson", "serve")])
+def test_a_command_names_its_extra(hidden: set[str], module: str, command: str) -> None:
     shown = run_without(hidden, f"from comera_rec.__main__ import main; main([{command!r}])")
-    assert (shown.returncode, shown.stderr) == (2, f"comera: {expected}")
+    assert (shown.returncode, shown.stderr) == (2, f"comera: {missing(module, command)}")
 
 
 def test_every_optional_package_has_an_extra() -> None:
@@ -159,10 +156,6 @@ def test_every_optional_package_has_an_extra() -> None:
         packages = [*extras[extra], *(extras["pipeline"] if extra == "train" else [])]
         named = [re.split("[<>=]", package)[0].replace("-", "_") for package in packages if "comera-rec" not in package]
         assert sorted(named) == sorted(modules)
-
-
-CANDIDATES = (*(f"clang++-{version}" for version in range(30, 15, -1)), "clang++")
-CLANG = next(filter(None, map(shutil.which, CANDIDATES)), None)
 
 
 @pytest.mark.skipif(CLANG is None, reason="clang++ is not installed")

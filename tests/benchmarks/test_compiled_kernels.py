@@ -27,6 +27,9 @@ OF_STEPS = [
     {"dim": 64, "rank": 16, "architecture": 90, "hot_rows": ((1000, 8), (2000, 4))},
     {"dim": 64, "rank": 16, "architecture": 90, "order": 4},
 ]
+ROWS = {2: (40, 50), 3: (12, 10, 12), 4: (6, 6, 6, 6)}
+COLS = {2: (4, 4), 3: (4, 2, 2), 4: (2, 2, 2, 2)}
+WAIT = {"_local_scalar_dense", "item", "nonzero", "unique", "_unique2", "masked_select", "lift_fresh_copy"}
 
 
 @pytest.mark.parametrize("step", OF_STEPS, ids=lambda step: " ".join(map(str, step.values())))
@@ -55,11 +58,6 @@ def test_what_all_warps_read_is_replaced_after_a_barrier(name: str) -> None:
 @pytest.mark.parametrize("name", ["pool", "sum slices"])
 def test_kernels_compile_for_amd(name: str) -> None:
     assert ".vgpr_spill_count: 0" in compile_for_amd(step_kernels(128, 16)[name])
-
-
-ROWS = {2: (40, 50), 3: (12, 10, 12), 4: (6, 6, 6, 6)}
-COLS = {2: (4, 4), 3: (4, 2, 2), 4: (2, 2, 2, 2)}
-WAIT = {"_local_scalar_dense", "item", "nonzero", "unique", "_unique2", "masked_select", "lift_fresh_copy"}
 
 
 def step(order: int, rank: int) -> Step:

@@ -50,7 +50,6 @@ def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
         (["preprocess", "--output", "data"], "Missing option '--input'"),
         (["preprocess", "--input", "nowhere", "--output", "data"], "comera: --input nowhere does not exist; check its name"),
         (["preprocess", "--input", "loop", "--output", "data"], "cannot read --input loop: Too many levels of symbolic links"),
-        (["preprocess", "--input", "bad.tsv", "--output", "data"], "comera: bad.tsv:1: 1 columns; Criteo logs have 40"),
         (["preprocess", "--input", "bad.tsv", "--output", "loop"], "--output loop leads to a symbolic link to itself"),
         (["preprocess", "--input", "x" * 300, "--output", "data"], "File name too long"),
         (["transform", "--data", "loop", "--input", "bad.tsv", "--output", "data"], "loop"),

@@ -54,7 +54,6 @@ def swapped_names(model: nn.Module, kind: type = TTEmbeddingBagCollection) -> li
 def test_named_tables_stay_dense() -> None:
     config = TableCompression(compression=2, min_rows=100, dense_tables=("t_item",))
     swapped = compress_(collection(), tables=config)
-    assert isinstance(swapped, TTEmbeddingBagCollection)
     assert sorted(swapped.tt_bags) == ["t_user"]
     with pytest.raises(ValueError, match="dense_tables names 'item', which is no table: choose from 't_user', 't_item', 't_day'"):
         compress_(collection(), tables=TableCompression(min_rows=100, dense_tables=("item",)))
@@ -213,20 +212,6 @@ def test_tables_of_all_kinds_share_a_budget_beside_linear_layers() -> None:
     assert type(kept[0]) is EmbeddingBagCollection, "unchanged after an error"
 
 
-class Doubled(nn.EmbeddingBag):
-    """A layer of a derived class, whose forward is another."""
-
-    def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        return 2 * super().forward(*arguments, **options)
-
-
-def tied() -> nn.Module:
-    model = nn.ModuleList([collection(), nn.Linear(16, 300), nn.Linear(16, 400)])
-    for linear, table in zip(model[1:], ("t_item", "t_user"), strict=True):
-        linear.weight = model[0].embedding_bags[table].weight
-    return model
-
-
 def updated_in_backward(model: nn.Module) -> nn.Module:
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     return model
@@ -234,13 +219,13 @@ def updated_in_backward(model: nn.Module) -> nn.Module:
 
 LINEARS = LinearCompression(tt_ranks=2, min_features=8, policy="always")
 NOTHING, IN_BACKWARD = "no table was compressed", "has an optimizer in backward, which a TT module would not have: compress first"
+Derived = type("Derived", (nn.EmbeddingBag,), {})
 ON_META = "is on the meta device, without values to start from"
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: compress_(nn.Linear(3, 3), tables=TABLES), f"{NOTHING}: the model has none that filter_fn accepts, or they are comp"),
     (lambda: compress_(collection(), tables=TableCompression(tt_ranks=4)), rf"{NOTHING} \('t_user', 't_item', 't_day': it has"),
-    (lambda: compress_(tied(), tables=TABLES), rf"{NOTHING} \('t_user': its weight is also that of '2'; 't_item': its weight is"),
     (lambda: compress_(compress_(collection(), tables=TABLES), tables=TABLES), f"{NOTHING}: the model has none"),
-    (lambda: compress_(nn.Sequential(Doubled(400, 8)), tables=TABLES), rf"{NOTHING} \('0': it is a Doubled, not the EmbeddingBag"),
+    (lambda: compress_(nn.Sequential(Derived(400, 8)), tables=TABLES), rf"{NOTHING} \('0': it is a Derived, not the EmbeddingBag"),
     (
         lambda: compress_(nn.Sequential(nn.Embedding(200, 8, max_norm=1.0), nn.EmbeddingBag(200, 8, padding_idx=0)), tables=TABLES),
         rf"{NOTHING} \('0': max_norm .*; '1': a TT table can't leave padding_idx out of bags",
@@ -257,7 +242,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: TableCompression(order=7), "order is 7: embedding tables take 2, 3 or 4 cores"),
     (lambda: TableCompression(min_rows=-5), "min_rows is -5: give a number of rows"),
     (lambda: TableCompression(hot_rows=1), "hot_rows is 1: give 'auto', or a share of the parameters from 0 to below 1"),
-    (lambda: TableCompression(hot_rows="many"), "hot_rows is 'many': give 'auto', or a share"),  # type: ignore[arg-type]
 ]
 
 
@@ -313,27 +297,19 @@ def test_hooks_run_or_tables_stay_dense_and_exported_models_have_them() -> None:
     assert before, "hooks of the copy are its own"
 
 
-class Watching(nn.Module):
+class Watching(nn.Sequential):
     """A model whose hook keeps in it what a layer returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.seen = cr.TTLinear(16, 16, tt_ranks=2), torch.zeros(1)
-        self.layer.register_forward_hook(self.watch)
 
     def watch(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         self.seen = output
 
-    def forward(self, input: Tensor) -> Tensor:
-        self.layer(input)
-        return self.seen
-
 
 def test_hooks_of_exported_models_refer_to_these() -> None:
-    model, ones = Watching(), torch.ones(1, 16)
+    model = Watching(cr.TTLinear(16, 16, tt_ranks=2))
+    model[0].register_forward_hook(model.watch)
     exported = export_dense(model)
-    torch.testing.assert_close(exported(ones), model.layer(ones))
-    assert exported.seen is not model.seen
+    assert exported(torch.ones(1, 16)) is exported.seen
+    assert not hasattr(model, "seen")
 
 
 def test_layers_without_finite_values_start_at_random() -> None:

@@ -20,6 +20,8 @@ from comera_rec.convert.compress import similar_rows
 from comera_rec.tt import tt_svd, tt_to_dense
 
 SIZES = {"user": 2000, "item": 900, "day": 7}
+DIM = 12
+SHAPES = [TTShape((12, 10), (4, 4), 6), TTShape((15, 8), (4, 4), 6), TTShape((10, 9), (4, 4), 6)]
 
 
 def dense(rows: dict[str, Tensor]) -> EmbeddingBagCollection:
@@ -113,9 +115,6 @@ def test_large_tables_of_halves_stay_finite(hot_rows: float) -> None:
         torch.testing.assert_close(table(torch.arange(2000)), layer.weight, rtol=0.01, atol=0)
 
 
-DIM = 12
-
-
 def groups(rows: int, number: int = 40) -> Tensor:
     """Rows of as many meanings, in random order, the first of them longer."""
     meanings = torch.randn(number, DIM) * torch.linspace(2, 1, DIM)
@@ -174,27 +173,8 @@ def test_given_orders_count_in_the_compression() -> None:
         refuse(message, cr.compress_, dense(rows), tables=tables, init=init, row_order=row_order)
 
 
-SHAPES = [TTShape((12, 10), (4, 4), 6), TTShape((15, 8), (4, 4), 6), TTShape((10, 9), (4, 4), 6)]
-
-
-def matrices() -> list[Tensor]:
-    """Matrices whose spectra fall slowly, fast, and at a tenth of the scale."""
-    actual = []
-    for shape, decay, scale in zip(SHAPES, (-0.5, -2.0, -0.5), (1.0, 1.0, 0.1), strict=True):
-        sides = [m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True)]
-        bases = [torch.linalg.qr(torch.randn(side, 30, dtype=torch.float64)).Q for side in sides]
-        unfolded = scale * (bases[0] * torch.arange(1.0, 31) ** decay) @ bases[1].mT
-        modes = unfolded.reshape(shape.row_shape[0], 4, shape.row_shape[1], 4).transpose(1, 2)
-        actual.append(modes.reshape(shape.num_rows, shape.num_cols))
-    return actual
-
-
 def fit(
-    weights: list[Tensor],
-    shapes: list[TTShape],
-    budget: int,
-    importance: list[Tensor | None] | None = None,
-    hot_rows: tuple[tuple[int, int], ...] = (),
+    weights: list[Tensor], shapes: list[TTShape], budget: int, importance: list | None = None, hot_rows: tuple = ()
 ) -> list[TTEmbeddingBag]:
     """Fit tables of these shapes to the weights within the budget."""
     tables = [TTEmbeddingBag(*w.shape, shape=s, hot_rows=hot_rows, dtype=w.dtype) for w, s in zip(weights, shapes, strict=True)]
@@ -203,7 +183,14 @@ def fit(
 
 
 def test_no_other_ranks_are_better_by_more_than_the_last_rank() -> None:
-    weights, budget = matrices(), 1400
+    """The spectra of the matrices fall slowly, fast, and at a tenth of the scale."""
+    weights, budget = [], 1400
+    for shape, decay, scale in zip(SHAPES, (-0.5, -2.0, -0.5), (1.0, 1.0, 0.1), strict=True):
+        sides = [m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True)]
+        bases = [torch.linalg.qr(torch.randn(side, 30, dtype=torch.float64)).Q for side in sides]
+        unfolded = scale * (bases[0] * torch.arange(1.0, 31) ** decay) @ bases[1].mT
+        modes = unfolded.reshape(shape.row_shape[0], 4, shape.row_shape[1], 4).transpose(1, 2)
+        weights.append(modes.reshape(shape.num_rows, shape.num_cols))
     tables = fit(weights, SHAPES, budget)
     actual = [table.shape.ranks[0] for table in tables]
     size = sum(shape.with_ranks([rank]).num_params for shape, rank in zip(SHAPES, actual, strict=True))

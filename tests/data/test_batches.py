@@ -179,23 +179,18 @@ class TestRows:
         sizes=st.fixed_dictionaries(
             {"batch_size": st.integers(2, 40), "epochs": st.integers(1, 3), "world_size": st.integers(1, 4)}
         ),
-        order=st.fixed_dictionaries({"shuffle": st.booleans(), "shuffle_rows": st.sampled_from([1, 10, 1000])}),
-        drop_last=st.booleans(),
+        order=st.fixed_dictionaries(
+            {"shuffle": st.booleans(), "shuffle_rows": st.sampled_from([1, 10, 1000]), "drop_last": st.booleans()}
+        ),
         stop=st.integers(0, 60),
     )
     def test_each_row_once_per_epoch_in_equally_many_batches_on_every_rank_and_the_same_rest_after_a_stop(
-        self,
-        tmp_path_factory: pytest.TempPathFactory,
-        files: dict[str, int],
-        sizes: dict[str, int],
-        order: dict[str, Any],
-        drop_last: bool,
-        stop: int,
+        self, tmp_path_factory: pytest.TempPathFactory, files: dict, sizes: dict, order: dict[str, Any], stop: int
     ) -> None:
+        options = {**sizes, **order, "seed": 5}
         rows, batch_size, epochs, world_size = itemgetter("train", "batch_size", "epochs", "world_size")(files | sizes)
-        assume(rows >= world_size * (batch_size if drop_last else 1))
+        assume(rows >= world_size * (batch_size if order["drop_last"] else 1))
         data = write_dataset(tmp_path_factory.mktemp("rows") / "data", **files)
-        options = {**sizes, **order, "drop_last": drop_last, "seed": 5}
         datasets = [ParquetBatches(data, "train", process_rank=rank, **options) for rank in range(world_size)]
         per_rank = [list(dataset) for dataset in datasets]
         per_epoch = datasets[0].batches_per_epoch()
@@ -203,7 +198,7 @@ class TestRows:
         for epoch in range(epochs):
             of_epoch = [batches[epoch * per_epoch : (epoch + 1) * per_epoch] for batches in per_rank]
             seen = sorted(number for batches in of_epoch for number in numbers(batches))
-            if drop_last:
+            if order["drop_last"]:
                 assert len(seen) == len(set(seen)) == per_epoch * batch_size * world_size
                 assert rows - len(seen) < (batch_size + 1) * world_size
             else:

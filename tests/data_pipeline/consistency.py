@@ -44,9 +44,7 @@ def _require_rows(manifest: Manifest, split: str, table: pa.Table) -> None:
         assert np.isfinite(values).all()
         assert (values >= 0).all()
         assert target is manifest.weight or values.max(initial=0) <= 1
-        mean = target.split_means[split]
-        assert mean is not None
-        assert math.isclose(mean, values.mean(dtype=np.float64), rel_tol=1e-9)
+        assert math.isclose(target.split_means[split], values.mean(dtype=np.float64), rel_tol=1e-9)
     for integer in manifest.integer_columns:
         values = table.column(integer.name).to_numpy()
         assert np.isfinite(values).all()

@@ -24,8 +24,6 @@ from data_pipeline.reference import hash_text
 from data_pipeline.schema import Column, Kind, LogSchema
 from data_pipeline.tables import json_types, parse_text
 
-MARKS = ("NA", "NaN")
-
 
 def cells(array: pa.Array, missing: tuple[str, ...] = (), **column: Any) -> tuple[list[Any], list[str]]:
     """Read a column x; return the values of its well-formed rows, None where missing, and the reasons for the other rows."""
@@ -38,9 +36,6 @@ def cells(array: pa.Array, missing: tuple[str, ...] = (), **column: Any) -> tupl
     values = special.get(column["kind"], parsed.integers if len(parsed.integers) else parsed.keys)[0]
     gaps = [*parsed.integer_missing, *parsed.key_missing, [False] * parsed.rows][0]
     return [None if gap else value for value, gap in zip(values.tolist(), gaps, strict=True)], [r for _, r in parsed.reasons]
-
-
-BYTES = pa.large_binary()
 
 
 @pytest.mark.parametrize(
@@ -75,13 +70,9 @@ def test_values(column: dict[str, Any], array: pa.Array, values: list[Any], bad:
             assert [reason.split(" is not ")[0] for reason in reasons] == [f"x {cell!r}" for cell in bad]
 
 
-def test_types_that_cannot_be_read() -> None:
-    refuse("x has type struct<a: int64>, which is not a 32-bit integer in each row", cells, pa.array([{"a": 1}]), kind="integer")
-
-
 @given(st.lists(st.binary(max_size=20), max_size=8))
 def test_texts_of_any_type_have_one_hash(values: list[bytes]) -> None:
-    array = pa.array([b"before", *values, b"after"], BYTES)[1:-1]
+    array = pa.array([b"before", *values, b"after"], pa.large_binary())[1:-1]
     for typed in (array, array.dictionary_encode(), array.cast(pa.binary()), array.cast(pa.binary_view())):
         assert cells(typed, kind="category") == ([hash_text(text) if text else None for text in values], [])
     identifier = uuid.UUID(int=5)
@@ -101,7 +92,7 @@ def test_marks_of_missing_cells_are_empty_cells(tmp_path: Path, form: str) -> No
         pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "log", use_dictionary=["c"])
     else:
         (tmp_path / "log").write_text("".join(",".join(record) + "\n" for record in records))
-    schema = schema_of(kinds, format="csv" if form == "parquet" else form, missing=MARKS)
+    schema = schema_of(kinds, format="csv" if form == "parquet" else form, missing=("NA", "NaN"))
     make(tmp_path / "log", tmp_path / "data", schema=schema, min_count=1, val_fraction=0, test_fraction=0)
     written = read(tmp_path / "data")
     assert written["x"].tolist() == pytest.approx([np.log(2), 0, 0, np.log(4)])
@@ -130,7 +121,8 @@ def test_marks_of_missing_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["integer", "float", "hex"])
-def test_unknown_marks_of_missing_cells_name_the_setting(kind: str) -> None:
+def test_types_that_cannot_be_read_and_unknown_marks_are_named(kind: str) -> None:
+    refuse("x has type struct<a: int64>, which is not ", cells, pa.array([{"a": 1}]), kind=kind)
     _, reasons = cells(pa.array(["\\N"]), kind=kind)
     assert reasons[0].endswith(r'; if it stands for a missing value, set missing = ["\\N"] in the schema')
 

@@ -33,13 +33,11 @@ from refusals import refuse
 from data_pipeline import tables
 from data_pipeline.encoder import Flat, RequestEncoder
 from data_pipeline.manifest import read_manifest
-from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.reference import hash_text, hashed_id
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.transform import TransformOptions, transform
 
 TEXTS = st.sampled_from(["a", "a", "b", "c", "é", "7", "x y", '"', ",", "NA ", "\U0001f600", "nan", "long" * 200])
-FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)
 CELLS: dict[str, st.SearchStrategy[Any]] = {
     "click": st.integers(0, 1),
     "buy": st.integers(0, 1),
@@ -47,7 +45,7 @@ CELLS: dict[str, st.SearchStrategy[Any]] = {
     "count": st.none() | st.integers(-9, 9) | st.sampled_from([-(2**31), 2**31 - 1]),
     "rating": st.none() | st.integers(-90, 90).map(lambda tenths: 1e6 + tenths / 10),
     "nanos": st.none() | st.integers(-(2**63), 2**63 - 1),
-    "price": st.none() | FLOATS,
+    "price": st.none() | st.floats(-(2.0**99), 2.0**99, width=32),
     "code": st.none() | st.integers(0, 3).map("{:x}".format) | st.integers(0, 2**32 - 1).map("{:08X}".format),
     "shop": st.none() | TEXTS,
     "item": st.none() | TEXTS,
@@ -69,8 +67,6 @@ COLUMNS = (
     Column(name="tags", kind="list", separator=" ", max_length=3),
 )
 NUMBERS = ("count", "stars", "nanos", "price")
-SINGLES = ("code", "shop", "item", "user")
-FORMATS = ("text", "csv", "jsonl", "parquet")
 TYPES = [pa.int8(), pa.bool_(), pa.float64(), pa.int32(), pa.float64(), pa.int64(), pa.float32()]
 TYPES += [pa.string(), pa.dictionary(pa.int32(), pa.string()), pa.binary_view(), pa.large_string(), pa.list_(pa.string())]
 
@@ -127,7 +123,7 @@ def written(rows: list[dict[str, Any]], form: str, order: Sequence[str]) -> byte
 
 def assert_equal_requests(flat: Flat, frame: pd.DataFrame) -> None:
     """Check that a request's numbers are those of the data set."""
-    singles = np.array([frame[name] for name in SINGLES]).ravel()
+    singles = np.array([frame[name] for name in ("code", "shop", "item", "user")]).ravel()
     expected = Flat(
         frame[list(NUMBERS)].to_numpy(),
         np.concatenate([singles, *frame["tags"]], dtype=np.int64),
@@ -138,7 +134,7 @@ def assert_equal_requests(flat: Flat, frame: pd.DataFrame) -> None:
         np.testing.assert_array_equal(actual, array)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", ["text", "csv", "jsonl", "parquet"])
 @given(
     rows=st.lists(st.fixed_dictionaries(CELLS), min_size=1, max_size=30),
     others=st.lists(st.fixed_dictionaries(CELLS), min_size=1, max_size=9),
@@ -157,18 +153,15 @@ def test_equals_a_few_lines_of_python(
     with tempfile.TemporaryDirectory() as name, patch.object(tables, "_PIECE_BYTES", piece_bytes):
         folder = Path(name)
         (folder / "log").write_bytes(written(rows, form, order))
-        shares = {"val_fraction": share, "test_fraction": share}
-        options = PreprocessOptions(
-            inputs=(folder / "log",), output=folder / "data", schema=schema, part_bytes=part_bytes, **shares
-        )
-        manifest = preprocess(options)
-        assert read_manifest(options.output) == manifest
-        verify(manifest, options.output)
-        actual = read(options.output)
+        options = {"schema": schema, "part_bytes": part_bytes, "val_fraction": share, "test_fraction": share}
+        manifest = make(folder / "log", folder / "data", **options)
+        assert read_manifest(folder / "data") == manifest
+        verify(manifest, folder / "data")
+        actual = read(folder / "data")
         (folder / "others").write_bytes(written(others, form, order))
-        new = TransformOptions(inputs=(folder / "others",), data=options.output, output=folder / "new", split="test")
+        new = TransformOptions(inputs=(folder / "others",), data=folder / "data", output=folder / "new", split="test")
         transform(new)
-        encoder = RequestEncoder(options.output)
+        encoder = RequestEncoder(folder / "data")
         for of_rows, frame in ((rows, actual), (others, read(new.output))):
             assert_equal_requests(encoder([{**row, "stars": row["rating"]} for row in of_rows]), frame)
         actual = pd.concat([actual, read(new.output)])
@@ -187,13 +180,11 @@ def test_equals_a_few_lines_of_python(
     assert (distinct["shop"], distinct["user"]) == (len({row["shop"] for row in rows} - {None}), None)
 
 
-REQUESTS = schema_of({"cents": "integer", "tags": "list", "code": "hex", "shop": "category"}, element_separator=" ")
-
-
 @pytest.fixture
 def requests(tmp_path: Path) -> Path:
+    schema = schema_of({"cents": "integer", "tags": "list", "code": "hex", "shop": "category"}, element_separator=" ")
     (tmp_path / "log").write_text("".join(f"{i % 9 - 2},a b a,{i % 5:x},shop {i % 3}\n" for i in range(60)))
-    make(tmp_path / "log", tmp_path / "data", schema=REQUESTS)
+    make(tmp_path / "log", tmp_path / "data", schema=schema)
     return tmp_path / "data"
 
 
@@ -245,7 +236,7 @@ def verify_or_refuse(folder: str, schema: LogSchema, content: bytes, **options: 
     log, output = Path(folder, "log"), Path(folder, "data")
     log.write_bytes(content)
     try:
-        manifest = preprocess(PreprocessOptions(inputs=(log,), output=output, schema=schema, workers=1, val_fraction=0, **options))
+        manifest = make(log, output, schema=schema, workers=1, val_fraction=0, **options)
     except ValueError as error:
         said = str(error)
     else:

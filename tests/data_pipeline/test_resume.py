@@ -36,6 +36,7 @@ from data_pipeline.schema import criteo_schema
 ROWS = random_rows(700)
 KILLS = int(os.environ.get("KILLS", "0"))
 PROCESSES = multiprocessing.get_context("forkserver")
+COUNT, WRITE = count_pass._count, write_pass._write
 
 
 @pytest.fixture
@@ -158,9 +159,6 @@ def test_allowing_more_bad_rows_resumes_the_run(interrupted: PreprocessOptions, 
     (line,) = messages
     assert line.startswith("resuming an interrupted run")
     assert files_of(interrupted.output) == unbroken
-
-
-COUNT, WRITE = count_pass._count, write_pass._write
 
 
 def _die_once(job: Job, part: Part, what: str, log: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -18,12 +17,7 @@ from comera_rec.recsys.sharding import TTManagedCollisionEmbeddingBagCollectionS
 
 
 def shard(
-    model: nn.Module,
-    kinds: Mapping[str, str] | None = None,
-    *,
-    batch: int = 8,
-    fused: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
+    model: nn.Module, kinds: Any = None, *, batch: int = 8, fused: Any = None, group: dist.ProcessGroup | None = None
 ) -> DistributedModelParallel:
     """Plan on CPU and wrap a model.
 
@@ -35,7 +29,7 @@ def shard(
         group: the processes, all by default.
     """
     group = group or dist.distributed_c10d._get_default_group()
-    dense_sharder = EmbeddingBagCollectionSharder(fused_params=fused and dict(fused))
+    dense_sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     managed = TTManagedCollisionEmbeddingBagCollectionSharder(dense_sharder)
     sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(dense_sharder), managed]
     constraints = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in (kinds or {}).items()}

@@ -22,15 +22,13 @@ from comera_rec.rank import RankConfig
 pytestmark = pytest.mark.distributed
 
 
-def fail_if(condition: bool, value: int) -> int:
-    if condition:
-        raise ValueError(f"process {value} can't")
-    return value
-
-
 def message_of(on: str, failing: bool) -> str:
+    def call() -> None:
+        if failing:
+            raise ValueError(f"process {WORLD.process_rank} can't")
+
     with pytest.raises(ValueError) as caught:
-        getattr(WORLD, on)(lambda: fail_if(failing, WORLD.process_rank))
+        getattr(WORLD, on)(call)
     return str(caught.value)
 
 

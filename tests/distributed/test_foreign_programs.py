@@ -21,6 +21,7 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 50
 KINDS = {"user": "row_wise", "item": "table_wise", "place": "data_parallel", "day": "table_wise"}
+NAMES = {1: ["dlrm"], 2: [name for name, program in PROGRAMS.items() if program.is_sharded]}  # by number of processes
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
@@ -29,11 +30,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in state.items()}
 
 
-def train_sharded(rank: int, names: list[str]) -> list[list[dict[str, Tensor]]]:
-    return [train_one(rank, name) for name in names]
-
-
-def train_one(rank: int, name: str) -> list[dict[str, Tensor]]:
+def train_sharded(rank: int, name: str) -> list[dict[str, Tensor]]:
     """Return values before the first step and after each."""
     torch.manual_seed(rank)
     program = PROGRAMS[name]
@@ -66,12 +63,10 @@ def train_unsharded(name: str, world: int, start: dict[str, Tensor]) -> list[dic
     return values
 
 
-NAMES = {1: ["dlrm"], 2: [name for name, program in PROGRAMS.items() if program.is_sharded]}  # by number of processes
-
-
 @pytest.mark.parametrize("world", NAMES)
 def test_every_step_moves_the_tables_as_without_sharding(world: int) -> None:
-    for name, *results in zip(NAMES[world], *run(world, train_sharded, NAMES[world]), strict=True):
+    for name in NAMES[world]:
+        results = run(world, train_sharded, name)
         sharded = [{key: value for values in results for key, value in values[step].items()} for step in range(STEPS + 1)]
         expected = train_unsharded(name, world, sharded[0])
         tables = [key for key in expected[0] if ".tt_bags." in key]

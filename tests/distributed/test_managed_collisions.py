@@ -119,8 +119,7 @@ def test_ids_are_those_of_dense_tables_and_losses_those_of_one_process_with_thes
     results = run(2, train_sharded, Case())
     for (_, ids), (_, dense_ids) in zip(results, run(2, train_sharded, Case(is_tt=False)), strict=True):
         for numbered, expected in zip(ids, dense_ids, strict=True):
-            for key in FEATURES:
-                assert torch.equal(numbered[key].values(), expected[key].values())
+            assert all(torch.equal(numbered[key].values(), expected[key].values()) for key in FEATURES)
     numbered = [joined([ids[step] for _, ids in results]) for step in range(STEPS)]
     rows = torch.cat([each["user"].values() for each in numbered]).unique()
     assert min(rows) < 16 <= max(rows)

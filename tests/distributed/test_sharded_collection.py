@@ -36,6 +36,8 @@ LR = 0.1
 FEATURES = ["shared", "left", "right", "mean", "small"]
 SIZES = [3, 5, 2, 4]  # samples of each process
 KINDS = ("data_parallel", "table_wise", "row_wise")
+# Truncates after the first and the second step.
+SCHEDULE = {"early_steps": 1, "late_steps": 2, "truncate_every": 1, "target_size": 0.6, "beta": 0.1, "threshold": 0.0}
 
 
 @dataclass(frozen=True)
@@ -152,27 +154,14 @@ def sharded(case: Case, group: dist.ProcessGroup | None = None, **settings: obje
     return shard(Model(case), {**kinds, **dense}, fused=fused, group=group)
 
 
-def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    """Build an optimizer, with state if ranks are truncated; the dense table, which TorchRec updates, never has any."""
-    parameters = dict(model.named_parameters())
-    dense = [parameters.pop(name) for name in list(parameters) if "dense_bags" in name]
-    groups = [{"params": list(parameters.values()), "momentum": 0.9 if case.truncates or case.objective else 0}, {"params": dense}]
-    return torch.optim.SGD(groups, lr=LR)
-
-
-def scheduler_of(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> cr.RankScheduler | None:
-    """Build a scheduler that truncates after the first and the second step."""
-    if case.objective is None:
-        return None
-    schedule = {"early_steps": 1, "late_steps": 2, "truncate_every": 1, "target_size": 0.6, "beta": 0.1, "threshold": 0.0}
-    return cr.RankScheduler(model, optimizer, cr.RankConfig(**schedule, objective=case.objective))  # type: ignore[arg-type]
-
-
 def train(model: nn.Module, case: Case, world: int, share_of: Callable[[int], KeyedJaggedTensor]) -> dict[str, Tensor]:
     """Train three steps; return losses, the last logits, and gradients and parameters, of divided cores this process's shard."""
     inner = getattr(model, "module", model)
-    optimizer = optimizer_of(model, case)
-    scheduler = scheduler_of(inner, optimizer, case)
+    parameters = dict(model.named_parameters())
+    dense = [parameters.pop(name) for name in list(parameters) if "dense_bags" in name]  # TorchRec updates them, without state
+    groups = [{"params": list(parameters.values()), "momentum": 0.9 if case.truncates or case.objective else 0}, {"params": dense}]
+    optimizer = torch.optim.SGD(groups, lr=LR)
+    scheduler = cr.RankScheduler(inner, optimizer, cr.RankConfig(**SCHEDULE, objective=case.objective)) if case.objective else None
     samples, losses = sum(SIZES[:world]), []
     for step in range(3):
         _, logits = model(share_of(step))
@@ -325,21 +314,18 @@ def test_states_that_do_not_fit_an_optimizer_are_refused() -> None:
         refuse("the Adam has no state yet to load into: let it take a step", load_optimizer_state_, model, fresh, state)
 
 
-BAD_BATCHES = [
-    (FEATURES, "left", 1000, r"id 1000 is out of range for table 'two' \(feature 'left'\)"),
-    (FEATURES, "right", 700, r"id 700 is out of range for table 'three' \(feature 'right'\)"),
-    (FEATURES, "mean", -1, r"id -1 is out of range for table 'average' \(feature 'mean'\)"),
-    (FEATURES[:2], "left", 1, "table 'three' looks up feature 'right', which the batch lacks"),
-]
-
-
 def mistakes(rank: int) -> None:
     """Raise errors of bad batches on all processes, or none where ids may be bad, and look at a shard of a frozen table."""
     bag = cr.TTEmbeddingBag(100, 8, tt_ranks=2, hot_rows=((4, 2),), include_last_offset=True).requires_grad_(False)
     part = RowShard(bag, dist.distributed_c10d._get_default_group(), torch.device("cpu"))
     assert not any(parameter.requires_grad for parameter in part.parameters())
     model = sharded(Case(MIXED))
-    for keys, key, bad, message in BAD_BATCHES:
+    for keys, key, bad, message in (
+        (FEATURES, "left", 1000, r"id 1000 is out of range for table 'two' \(feature 'left'\)"),
+        (FEATURES, "right", 700, r"id 700 is out of range for table 'three' \(feature 'right'\)"),
+        (FEATURES, "mean", -1, r"id -1 is out of range for table 'average' \(feature 'mean'\)"),
+        (FEATURES[:2], "left", 1, "table 'three' looks up feature 'right', which the batch lacks"),
+    ):
         lengths = torch.tensor([int(name == key) for name in keys])
         refuse(message, model, KeyedJaggedTensor(keys, torch.tensor([bad]), lengths=lengths))
     batch = KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), torch.ones(5, requires_grad=True), torch.ones(5).long())
@@ -348,10 +334,7 @@ def mistakes(rank: int) -> None:
     varying = KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), lengths=torch.tensor([5]), stride_per_key_per_rank=strides)
     refuse("features have different batch sizes: give the KeyedJaggedTensor inverse indices, or", model, varying)
     refuse("tables of 'shared' differ in rows", sharded, Case(MIXED), bounds_check_mode=BoundsCheckMode.IGNORE)
-    configs = [
-        Table(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name]) for name, rows in (("tt", 50), ("dense", 9))
-    ]
-    configs[0].tt_ranks = 2
+    configs = [table("tt", 50, 8, "tt", tt_ranks=2), table("dense", 9, 8, "dense")]
     lenient = shard(nn.Sequential(TTEmbeddingBagCollection(configs)), fused={"bounds_check_mode": BoundsCheckMode.IGNORE})
     batches = [KeyedJaggedTensor(["tt", "dense"], torch.tensor(ids), lengths=torch.ones(2).int()) for ids in ([50, -1], [0, 0])]
     bad, good = (lenient(batch).values() for batch in batches)

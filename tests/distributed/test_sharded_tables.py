@@ -44,6 +44,7 @@ KINDS = {"data_parallel": data_parallel(), "table_wise": table_wise(rank=1), "ro
 IN_BACKWARD = [(kind, "meta", name) for kind in KINDS for name in OPTIMIZERS] + [(kind, "cpu", "RowWiseAdagrad") for kind in KINDS]
 CASES = {"bags": [*IN_BACKWARD, *((kind, "cpu", "") for kind in KINDS)], "sequences": IN_BACKWARD}  # "": none in backward
 CONFIG = cr.TableCompression(tt_ranks=2, min_rows=0)
+SENT = list(product(("table_wise", "row_wise"), CASES))
 
 
 class Model(nn.Module):
@@ -265,20 +266,17 @@ def frozen_and_refused(rank: int) -> None:
         report = cr.compression_report(sharded).to_dict()
         assert (report["params"], report["ratio"]) == (whole["params"], whole["ratio"]) or kind == "table_wise"
         refuse("the model is sharded: load its state into the model as it was before", cr.export_dense, sharded)
-    for message, way in REFUSED.items():
+    for message, way in (
+        ("table 't': TT tables don't support sharding type 'column_wise': choose one", column_wise(ranks=[0, 1])),
+        ("table 't': the plan gives it to process 2, but there are 2: choose one from 0 to 1", table_wise(rank=2)),
+        ("table 't': TT tables have no compute kernel 'fused_uvm': leave compute_kernel out", row_wise(compute_kernel="fused_uvm")),
+        (r"table 't' has SGD with \{'lr': 0.1, 'momentum': 0.9\} in backward, which sharded TT", torch.optim.SGD),
+        (r"table 't' has LAMB with \{'lr': 0.1, 'momentum': 0.9\} in backward, which sharded TT", torchrec.optim.LAMB),
+    ):
         model = Model("bags")
         if isinstance(way, type):
             _apply_optimizer_in_backward(way, model.parameters(), {"lr": 0.1, "momentum": 0.9})
         refuse(message, by_hand, model, row_wise() if isinstance(way, type) else way)
-
-
-REFUSED: dict[str, Any] = {
-    "table 't': TT tables don't support sharding type 'column_wise': choose one": column_wise(ranks=[0, 1]),
-    "table 't': the plan gives it to process 2, but there are 2: choose one from 0 to 1": table_wise(rank=2),
-    "table 't': TT tables have no compute kernel 'fused_uvm': leave compute_kernel out": row_wise(compute_kernel="fused_uvm"),
-    r"table 't' has SGD with \{'lr': 0.1, 'momentum': 0.9\} in backward, which sharded TT tables don't support": torch.optim.SGD,
-    r"table 't' has LAMB with \{'lr': 0.1, 'momentum': 0.9\} in backward, which sharded TT": torchrec.optim.LAMB,
-}
 
 
 def test_frozen_tables_are_looked_up_and_plans_and_optimizers_that_tables_cannot_follow_are_refused() -> None:
@@ -314,9 +312,6 @@ def rows_and_gradients(kind: str, collection: str, precision: CommType) -> tuple
     rows.square().sum().backward()
     gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
     return rows.detach(), torch.cat([torch.zeros(0), *gradients])
-
-
-SENT = list(product(("table_wise", "row_wise"), CASES))
 
 
 def exact_and_rounded(rank: int) -> list[list[tuple[Tensor, Tensor]]]:

@@ -27,8 +27,6 @@ from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding.planner import TTEnumerator
 
-KINDS = ("data_parallel", "table_wise", "row_wise")
-
 
 def model(*tables: Table) -> nn.Module:
     return nn.Sequential(TTEmbeddingBagCollection(tables, device="meta"))
@@ -44,7 +42,7 @@ def plan(of: nn.Module, *, world_size: int = 2, batch: int = 1024, ddr_cap: int 
     return cr.TTShardingPlanner(topology, batch, constraints=only).plan(of, [cr.TTEmbeddingBagCollectionSharder()])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["data_parallel", "table_wise", "row_wise"])
 def test_tables_of_both_kinds_share_one_plan_that_follows_constraints(kind: str) -> None:
     placed = plan(model(table("users", 1_000_000, 8), table("dense", 1000)), users=kind).plan["0"]
     assert placed["users"].sharding_type == kind
@@ -98,9 +96,7 @@ def test_managed_collisions_over_tt_tables_need_a_sharder() -> None:
     message = "sparse is a managed collision module: give TTManagedCollision"
     refuse(message, plan, managed)
     refuse(message, sharder.shard, managed.get_submodule(name), None, None, module_fqn=name)
-    sequences = cr.TTEmbeddingCollection(
-        [cr.TTEmbeddingConfig(name="users", num_embeddings=1000, embedding_dim=8, feature_names=["f"])]
-    )
+    sequences = cr.TTEmbeddingCollection([cr.TTEmbeddingConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["f"])])
     managed["sparse"] = ManagedCollisionEmbeddingCollection(sequences, managed_collisions(sequences.embedding_configs()))
     planner, sharders = cr.TTShardingPlanner(Topology(world_size=2, compute_device="cpu"), 8), [sharder, *get_default_sharders()]
     refuse("sparse is a managed collision module of sequences", planner.plan, managed, sharders)

@@ -24,6 +24,7 @@ TINY = [
 ]  # fmt: skip
 classify, pretrain, recommend = classify_text.classify, pretrain_code.pretrain, next_item.recommend
 Run = Callable[..., tuple[int, str, str]]
+PATH = "data.path={folder}/log.txt"
 
 
 @pytest.fixture
@@ -34,7 +35,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         with pytest.raises(SystemExit) as stopped:
             run_command(command, "example", list(arguments))
         said = capsys.readouterr()
-        assert isinstance(stopped.value.code, int)
         return stopped.value.code, said.out, said.err
 
     return call
@@ -90,20 +90,14 @@ def refusal(run: Run, command: click.Command, *arguments: str) -> str:
     return err
 
 
-@pytest.fixture
-def interactions(tmp_path: Path) -> str:
-    """Return the override for a file of users who step through forty items in order, from random starts."""
-    generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(40, (300,), generator=generator).tolist()
-    lines = [f"u{user} i{(start + step) % 40}" for user, start in enumerate(starts) for step in range(3 + user % 9)]
-    (tmp_path / "interactions.txt").write_text("\n".join([*lines, "alone i3"]) + "\n")
-    return f"data.path={tmp_path / 'interactions.txt'}"
-
-
 @pytest.mark.parametrize("form", ["tt", "dense"])
-def test_next_items_rank_high(form: str, interactions: str, tmp_path: Path, run: Run) -> None:
+def test_next_items_rank_high(form: str, tmp_path: Path, run: Run) -> None:
+    """Users step through forty items in order, from random starts."""
+    starts = torch.randint(40, (300,)).tolist()
+    lines = [f"u{user} i{(start + step) % 40}" for user, start in enumerate(starts) for step in range(3 + user % 9)]
+    (tmp_path / "log.txt").write_text("\n".join([*lines, "alone i3"]) + "\n")
     settings = [
-        interactions, f"output={tmp_path / 'run'}", f"items.format={form}", "items.compression=2",
+        f"data.path={tmp_path / 'log.txt'}", f"output={tmp_path / 'run'}", f"items.format={form}", "items.compression=2",
         "model.embed_dim=16", "model.ff_dim=32", "model.max_length=12", "model.dropout=0.0", "model.num_layers=1",
         "training.batch_size=64", "training.steps=150", "training.lr_dense=0.01", "training.lr_cores=0.02",
     ]  # fmt: skip
@@ -120,9 +114,6 @@ def test_next_items_rank_high(form: str, interactions: str, tmp_path: Path, run:
 def test_batches_of_fewer_users_than_wanted(batch: int, rows: list[int]) -> None:
     batches = next_item.Histories([np.arange(1, 5)] * 3, 4).batches(batch, 3, 0)
     assert [len(items) for items, *_ in islice(batches, 2)] == rows
-
-
-PATH = "data.path={folder}/log.txt"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchrec import KeyedJaggedTensor
 
 from comera_rec import TTEmbedding, TTEmbeddingBag, TTEmbeddingCollection, TTEmbeddingConfig, TTLinear, TTShape
+from comera_rec.nn import TiedProjection
 from comera_rec.tt import is_slice_major
 
 # Table sizes, modes and ranks: orders 1 to 4, primes whose last rows and columns are padding, rank 1, sizes that fit exactly.
@@ -26,14 +27,11 @@ SHAPES = [
     (97, 16, TTShape((4, 3, 3, 3), (2, 2, 2, 2), (2, 3, 2))),
     (35, 6, TTShape((35,), (6,), ())),
 ]
-every_size = pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)  # compiled, and in plain torch
-every_mode = pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+SAVED, LOADING = TTShape((7, 5, 3), (3, 2, 2), (2, 5)), TTShape((7, 5, 3), (3, 2, 2), (4, 3))
 
 
-def build(
-    size: tuple[int, int, TTShape], dtype: torch.dtype = torch.float64, *, kind: type = TTEmbeddingBag, **arguments: object
-) -> Any:
+def build(size: tuple, dtype: torch.dtype = torch.float64, *, kind: type = TTEmbeddingBag, **arguments: object) -> Any:
     """Build a table whose rank parameters differ from 1 and hot rows from 0, so that their gradients are tested as well."""
     bag = kind(size[0], size[1], shape=size[2], dtype=dtype, **arguments)
     for rank in bag.rank_parameters():
@@ -58,8 +56,8 @@ def assert_same(actual: Tensor, expected: Tensor, parameters: list[Tensor]) -> N
 
 
 @every_dtype
-@every_mode
-@every_size
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
 @pytest.mark.parametrize("last", [False, True])
 def test_bags_are_those_of_the_dense_matrix(last: bool, size: tuple[int, int, TTShape], mode: str, dtype: torch.dtype) -> None:
     """Jagged bags, bags of one length, weights of both, and no ids."""
@@ -104,13 +102,6 @@ def test_torch_compile_traces_batches_of_any_size_in_one_graph(size: tuple[int, 
     torch._dynamo.reset()
 
 
-class Scores(TTEmbedding):
-    """A table that gives scores."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.logits(input)
-
-
 class Rows(nn.Module):
     """Rows of two features from plain tensors, as exported programs take them."""
 
@@ -139,7 +130,10 @@ EXPORTED: dict[str, tuple[Callable[[], nn.Module], list[tuple[Tensor, ...]]]] = 
         [bags_of(9, 0, 2, 5, 9), bags_of(14, 0, 3, 3, 8, 10, 14), bags_of(4, 0, 1, 4)],
     ),
     "rows": (lambda: TTEmbedding(300, 32, tt_ranks=8), [(torch.randint(300, (count, 6)),) for count in (4, 2, 90)]),
-    "scores": (lambda: Scores(300, 64, tt_ranks=16), [(torch.randn(count, 64) / 8,) for count in (9, 2, 5000)]),  # sums of 64
+    "scores": (
+        lambda: TiedProjection(TTEmbedding(300, 64)),
+        [(torch.randn(n, 64) / 8,) for n in (9, 2, 5000)],
+    ),  # sums of 64
     "a layer": (lambda: TTLinear(1000, 500, tt_ranks=64), [(torch.randn(count, 1000),) for count in (5, 0, 1, 7, 400)]),
     "sequences": (Rows, [sequences_of(2, 0, 3, 1, 1, 2), sequences_of(0, 0, 1, 4, 1, 3), sequences_of(5, 0, 1, 400, 1, 2, 0, 9)]),
 }
@@ -181,9 +175,6 @@ def assert_unchanged(bag: TTEmbeddingBag, shape: TTShape, before: dict[str, Tens
     assert all(parameter is old for parameter, old in zip(bag.parameters(), parameters, strict=True))
     torch.testing.assert_close(values(bag), before, rtol=0, atol=0)
     assert bag(torch.tensor([[0, 100]])).isfinite().all()
-
-
-SAVED, LOADING = TTShape((7, 5, 3), (3, 2, 2), (2, 5)), TTShape((7, 5, 3), (3, 2, 2), (4, 3))
 
 
 def state_of(num_rows: int, num_cols: int, *modes_and_ranks: tuple[int, ...]) -> dict[str, Tensor]:

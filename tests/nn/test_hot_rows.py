@@ -21,6 +21,8 @@ from comera_rec.rank import keep_ranks_
 from comera_rec.tt import blocks_params, choose_hot_blocks
 
 BLOCKS = ((4, 3), (20, 2))
+ROWS, HOT = 600, ((20, 8), (40, 3))
+ORDERED_ROWS, DIM = 60, 12
 
 
 def build(**arguments: object) -> TTEmbeddingBag:
@@ -111,22 +113,16 @@ def test_blocks_fill_their_budget_with_as_many_rows_in_all_tables(budget: int) -
     assert choose_hot_blocks([], 16, budget) == []
 
 
-@pytest.mark.parametrize(
-    ("blocks", "message"),
-    [
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    sizes = {"name": "t", "num_embeddings": 100, "embedding_dim": 12}
+    for blocks, message in (
         (((50, 2), (51, 1)), "have more rows than the table's 100: give fewer"),
         (((0, 2),), "rows_of_a_hot_block is 0"),
         (((5, 0),), "width_of_a_hot_block is 0"),
-    ],
-)
-def test_blocks_that_do_not_fit_are_refused(blocks: tuple[tuple[int, int], ...], message: str) -> None:
-    refuse(message, TTEmbeddingBag, 100, 12, hot_rows=blocks)
-    settings: dict[str, Any] = {"name": "t", "num_embeddings": 100, "embedding_dim": 12, "hot_rows": blocks}
-    refuse(f"table 't': .*{message}", cr.TTEmbeddingBagConfig, tt_ranks=2, **settings)
-    refuse("which a dense table can't have: give tt_ranks or shape", cr.TTEmbeddingBagConfig, **settings)
-
-
-ROWS, HOT = 600, ((20, 8), (40, 3))
+    ):
+        refuse(message, TTEmbeddingBag, 100, 12, hot_rows=blocks)
+        refuse(f"table 't': .*{message}", cr.TTEmbeddingBagConfig, tt_ranks=2, hot_rows=blocks, **sizes)
+    refuse("which a dense table can't have: give tt_ranks or shape", cr.TTEmbeddingBagConfig, hot_rows=BLOCKS, **sizes)
 
 
 def trained(row_order: Tensor | None = None, kind: Any = torch.optim.Adam) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
@@ -156,7 +152,6 @@ def test_frequent_ids_get_hot_rows_and_other_ids_keep_their_values(ordered: bool
     counts[wide], counts[narrow], counts[cold] = 10**6, int(counts[id_of[50]]), 0
     assert rerank_hot_rows_(model, optimizer, {"pages": counts}) == {"pages": 2}
     rows, after = table.row_order, table.dense_matrix()
-    assert rows is not None
     assert rows[wide] < 20 <= rows[narrow] < 60 <= rows[cold].min()
     torch.testing.assert_close(after[wide], before[wide])  # a block as wide as the table fits them exactly
     moved = rows != row_of
@@ -186,9 +181,6 @@ def test_tables_go_by_name_and_mistakes_are_named() -> None:
     collection = cr.TTEmbeddingBagCollection([cr.TTEmbeddingBagConfig(name="t", **settings)])
     assert rerank_hot_rows_(nn.Sequential(collection), None, {"t": counts}) == {"t": 1}, "tables of collections go by name"
     refuse(r"frequencies of 'pages' have shape \(5,\): give 600 counts", rerank_hot_rows_, model, None, {"pages": torch.zeros(5)})
-
-
-ORDERED_ROWS, DIM = 60, 12
 
 
 def pair(hot: bool = False, order: int = 2) -> tuple[TTEmbeddingBag, TTEmbeddingBag, Tensor]:

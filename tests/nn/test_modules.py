@@ -27,14 +27,12 @@ from comera_rec.serving.forms import serving_copy
 
 SMALL = TransformerConfig(vocab_size=90, embed_dim=16, num_layers=2, num_heads=4, ff_dim=24, max_length=10)
 tt_embedding = partial(cr.TTEmbedding, shape=cr.TTShape((6, 5, 4), (2, 2, 4), 5), std=0.02)
+PADDED = torch.arange(7) >= torch.tensor([[7], [4], [1]])  # of a batch of 3 x 7
 
 
 def tt(model: nn.Module) -> nn.Module:
     """Compress all linear layers of a model."""
     return cr.compress_(model, linears=cr.LinearCompression(tt_ranks=3, min_features=1, policy="always"))
-
-
-PADDED = torch.arange(7) >= torch.tensor([[7], [4], [1]])  # of a batch of 3 x 7
 
 
 def weights_for_torch(block: EncoderBlock) -> dict[str, Tensor]:
@@ -76,20 +74,7 @@ def test_padding_does_not_affect_other_positions_and_all_padding_is_finite() -> 
     torch.testing.assert_close(actual[1, :4], attention(x_BLD[1:2, :4])[0])
     torch.testing.assert_close(actual[2], attention.output.bias.expand(7, 16))
     actual.sum().backward()
-    assert x_BLD.grad is not None
     assert x_BLD.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_a_tt_encoder_equals_its_dense_copy(norm_first: bool) -> None:
-    config = TransformerConfig(**{**vars(SMALL), "norm_first": norm_first, "dropout": 0.0})
-    encoder = TransformerEncoder(config, embedding=tt_embedding)
-    model = tt(nn.Sequential(encoder, ClassificationHead(16, 3))).double()
-    ids = torch.randint(90, (3, 7))
-    dense = cr.export_dense(model)
-    assert type(dense[0].tokens) is nn.Embedding
-    torch.testing.assert_close(model(ids), dense(ids))
-    torch.testing.assert_close(encoder(ids, key_padding_mask=PADDED), dense[0](ids, key_padding_mask=PADDED))
 
 
 def test_a_causal_encoder_does_not_look_ahead_and_positions_matter() -> None:
@@ -136,6 +121,7 @@ def test_a_language_model_stores_and_exports_a_tied_table_once(is_tt: bool, tied
     assert (getattr(model.head.projection, "embedding", None) is model.encoder.tokens) == tied
     ids = torch.randint(90, (2, 7))
     dense = cr.export_dense(model)
+    assert type(dense.encoder.tokens) is nn.Embedding
     torch.testing.assert_close(dense(ids), model(ids), rtol=1e-4, atol=1e-4)
     assert (getattr(dense.head.projection, "embedding", None) is dense.encoder.tokens) == tied
     with torch.no_grad():
@@ -147,9 +133,6 @@ def test_a_language_model_stores_and_exports_a_tied_table_once(is_tt: bool, tied
     kinds = {layer.name: (layer.kind, layer.format) for layer in report.layers}
     assert kinds["encoder.tokens"] == ("table", "tt" if is_tt else "dense")
     assert kinds["encoder.blocks.1.feed_forward.expand"] == ("linear", "tt" if is_tt else "dense")
-
-
-# Mistakes with modules, and in their settings
 
 
 def look_up(*ids: int, bag: cr.TTEmbeddingBag | None = None, weights: Tensor | None = None) -> Tensor:
@@ -184,7 +167,6 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: setattr(cr.TTEmbedding(9, 4), "weight", nn.Parameter(torch.ones(9, 4))), "has cores and no weight to set or to tie"),
     (lambda: partly_on_meta()(torch.arange(3)), "parameters of a table are on several devices"),
     (lambda: look_up(0, 101), "id 101 is out of range for table 'C3': its ids run from 0 to 100"),
-    (lambda: look_up(2**33), f"id {2**33} is out of range for table 'C3': its ids run from 0 to 100"),
     (lambda: look_up(1, 60, bag=ordered(torch.randperm(60))), "id 60 is out of range for table 'x'"),
     (lambda: look_up(0, 1, 2, weights=torch.ones(3, 1)), r"per_sample_weights has shape \(3, 1\) for ids of shape \(3,\): give"),
     (lambda: ordered(torch.arange(60) + 1), "give each of the numbers 0 to 59 once"),

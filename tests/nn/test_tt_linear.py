@@ -53,7 +53,7 @@ def test_any_layer_any_batch(case: tuple[TTLinear, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("order", [2, 3, 4])
-def test_gradients_of_first_and_second_order(order: int) -> None:
+def test_gradients_of_second_order(order: int) -> None:
     inputs = order // 2
     shape = TTShape((2,) * inputs + (1,) * (order - inputs), (1,) * inputs + (2,) * (order - inputs), 2)
     layer = TTLinear(shape.num_rows - 1, shape.num_cols - 1, shape=shape, dtype=torch.float64)
@@ -63,7 +63,6 @@ def test_gradients_of_first_and_second_order(order: int) -> None:
         return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), x)
 
     leaves = torch.rand(2, shape.num_rows - 1, dtype=torch.float64, requires_grad=True), *parameters
-    assert torch.autograd.gradcheck(output, leaves)
     assert torch.autograd.gradgradcheck(output, leaves)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +16,7 @@ from comera_rec import TTEmbeddingBag
 from comera_rec.ops import LookupPlan, plan_lookup, tt_bags
 from comera_rec.tt import Blocks, TTShape
 
+Tables = Sequence[TTEmbeddingBag]
 every_impl = pytest.mark.parametrize("impl", ["auto", "reference"])
 every_order = pytest.mark.parametrize("order", [2, 3, 4])
 
@@ -52,31 +53,25 @@ def make_tables(
     return tables_of(shapes, hot_rows=hot_rows, num_cols=num_cols, dtype=dtype)
 
 
-def plan_of(tables: Sequence[TTEmbeddingBag], ids: list[Tensor], impl: str = "auto") -> LookupPlan:
+def plan_of(tables: Tables, ids: list[Tensor], impl: str = "auto") -> LookupPlan:
     return plan_lookup(ids, [table.shape.row_shape for table in tables], impl=impl)
 
 
 def pool(
-    tables: Sequence[TTEmbeddingBag],
-    ids: list[Tensor],
-    offsets: Tensor,
-    *,
-    impl: str = "auto",
-    plan: LookupPlan | None = None,
-    **arguments: Any,
+    tables: Tables, ids: list[Tensor], offsets: Tensor, *, impl: str = "auto", plan: LookupPlan | None = None, **arguments: Any
 ) -> Tensor:
     plan = plan or plan_of(tables, ids, impl)
     arguments.setdefault("num_cols", tables[0].embedding_dim)
     return tt_bags([table.forward_parameters() for table in tables], plan, offsets, impl=impl, **arguments)
 
 
-def pool_by_definition(tables: Sequence[TTEmbeddingBag], ids: list[Tensor], offsets: Tensor, **arguments: Any) -> Tensor:
+def pool_by_definition(tables: Tables, ids: list[Tensor], offsets: Tensor, **arguments: Any) -> Tensor:
     """Pool bags of tables that are too large to be dense; `test_any_bags` compares it with dense ones."""
     return pool(tables, ids, offsets, **{**arguments, "impl": "reference"})
 
 
 def pool_dense(
-    tables: Sequence[TTEmbeddingBag], ids: list[Tensor], offsets: Tensor, *, features: int = 1, mode: str = "sum", **arguments: Any
+    tables: Tables, ids: list[Tensor], offsets: Tensor, *, features: int = 1, mode: str = "sum", **arguments: Any
 ) -> Tensor:
     rows = torch.cat([table.dense_matrix()[table_ids.long()] for table, table_ids in zip(tables, ids, strict=True)])
     # Torch's last bag extends to the last id, so an additional bag takes the ids that are in none.
@@ -85,12 +80,7 @@ def pool_dense(
 
 
 def differentiate(
-    function: Callable[..., Tensor],
-    tables: Sequence[TTEmbeddingBag],
-    *batch: object,
-    grad: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    **arguments: Any,
+    function: Any, tables: Tables, *batch: object, grad: Tensor | None = None, dtype: torch.dtype | None = None, **arguments: Any
 ) -> list[Tensor]:
     """Output and gradients of all parameters, and of weights if given; computed in `dtype` from numbers of the tables' type."""
     core = tables[0].core_0
@@ -105,9 +95,7 @@ def differentiate(
     return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(core).to(out.dtype))]
 
 
-def assert_near(
-    actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype = torch.float32, tolerance: float | None = None
-) -> None:
+def assert_near(actual: Sequence, expected: Sequence, dtype: torch.dtype = torch.float32, tolerance: float | None = None) -> None:
     """Compare relative to each tensor's largest value; for diagonals, whose long sums may cancel, to the largest of them all."""
     largest = [exact.abs().max().item() if exact.numel() else 0.0 for exact in expected]
     largest_of_diagonals = max((value for value, exact in zip(largest, expected, strict=True) if exact.dim() < 3), default=0.0)
@@ -115,6 +103,13 @@ def assert_near(
         assert tensor.dtype == dtype
         atol = (tolerance or TOLERANCE[dtype]) * (largest_of_diagonals if exact.dim() < 3 else largest[k])
         torch.testing.assert_close(tensor.double().cpu(), exact, rtol=0, atol=atol, msg=lambda text, k=k: f"tensor {k}: {text}")
+
+
+def check(tables: Tables, *batch: object, impl: str = "auto", is_large: bool = False, **arguments: Any) -> None:
+    """Compare outputs and gradients with those of dense tables in float64, or of the definition if tables are too large."""
+    actual = differentiate(pool, tables, *batch, impl=impl, **arguments)
+    expected = differentiate(pool_by_definition if is_large else pool_dense, tables, *batch, dtype=torch.float64, **arguments)
+    assert_near(actual, expected, tables[0].core_0.dtype)
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -53,6 +53,10 @@ def test_a_plan_for_other_tables_is_refused(mode: str, row_shapes: list[tuple[in
     refuse("cores.* but the plan is for", pool, tables, [], torch.arange(2 * features + 1), **arguments)
 
 
+SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
+SETTINGS = [0.1, 0, 0, 0, 0, 1, 1] * 8
+
+
 def put(sequence: list[Tensor], k: int, tensor: Tensor) -> list[Tensor]:
     return [*sequence[:k], tensor, *sequence[k + 1 :]]
 
@@ -118,7 +122,7 @@ def test_the_operators_refuse_bad_arguments(name: str, k: int | None, change: Ca
     gradient, ops = torch.ones(1, 12), torch.ops.comera_rec
     refuse(message, ops.pool, *arguments.values())
     refuse(message, ops.pool_backward, gradient, *arguments.values())
-    refuse(message, ops.pool_backward_update, gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8, 0)
+    refuse(message, ops.pool_backward_update, gradient, *arguments.values(), [], [], SGD, SETTINGS, 0)
     refuse(message, ops.pool_into, gradient, *arguments.values())
 
 
@@ -141,38 +145,26 @@ def test_plans_are_refused_or_those_of_some_ids(data: st.DataObject) -> None:
     bags.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("gradient", "message"),
-    [
+def test_gradients_of_other_sizes_and_types_are_refused() -> None:
+    arguments, ops = pool_arguments().values(), torch.ops.comera_rec
+    for gradient, message in (
         (torch.ones(1, 11), r" has shape \(1, 11\), but the bags are 1 x 12"),
         (torch.ones(0), r" has shape \(0\), but the bags are 1 x 12"),
         (torch.ones(1, 12, dtype=torch.bfloat16), " is not float32: convert it"),
         (torch.ones(1).expand(1, 12), " is not a contiguous tensor on CPU: move it, or copy it"),
-    ],
-)
-def test_gradients_of_other_sizes_and_types_are_refused(gradient: Tensor, message: str) -> None:
-    arguments, ops = pool_arguments(), torch.ops.comera_rec
-    refuse("gradient" + message, ops.pool_backward, gradient, *arguments.values())
-    refuse("gradient" + message, ops.pool_backward_update, gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8, 0)
-    refuse("out" + message, ops.pool_into, gradient, *arguments.values())
+    ):
+        refuse("gradient" + message, ops.pool_backward, gradient, *arguments)
+        refuse("gradient" + message, ops.pool_backward_update, gradient, *arguments, [], [], SGD, SETTINGS, 0)
+        refuse("out" + message, ops.pool_into, gradient, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("all_bags", "few", "slots", "message"),
-    [
-        (torch.ones(2, 12), torch.ones(3, 4), [0], r"few has shape \(3, 4\) and all \(2, 12\): give bags of as many samples"),
-        (torch.ones(2, 12), torch.ones(2, 4), [3], "slots hold 3, but there are 3"),
-        (torch.ones(2, 12), torch.ones(2, 4), [-1], "slots hold -1, but there are 3"),
-        (torch.ones(2, 12).double(), torch.ones(2, 4), [0], "all is not float32: convert it"),
-    ],
-)
-def test_slots_that_do_not_fit_are_refused(all_bags: Tensor, few: Tensor, slots: list[int], message: str) -> None:
-    refuse(message, torch.ops.comera_rec.write_slots, all_bags, few, slots)
-    refuse(r"all has shape \(2, 12\) and width is 0", torch.ops.comera_rec.read_slots, all_bags, slots, 0)
-
-
-SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
-SETTINGS = [0.1, 0, 0, 0, 0, 1, 1] * 8
+def test_slots_that_do_not_fit_are_refused() -> None:
+    bags, few, write = torch.ones(2, 12), torch.ones(2, 4), torch.ops.comera_rec.write_slots
+    refuse(r"few has shape \(3, 4\) and all \(2, 12\): give bags of as many samples", write, bags, torch.ones(3, 4), [0])
+    refuse("slots hold 3, but there are 3", write, bags, few, [3])
+    refuse("slots hold -1, but there are 3", write, bags, few, [-1])
+    refuse("all is not float32: convert it", write, bags.double(), few, [0])
+    refuse(r"all has shape \(2, 12\) and width is 0", torch.ops.comera_rec.read_slots, bags, [0], 0)
 
 
 @pytest.mark.parametrize(
@@ -203,20 +195,17 @@ def test_states_and_settings_that_do_not_fit_are_refused(kind: int, name: str, c
     assert all(map(torch.equal, arguments["cores"], before))
 
 
-IMPLEMENTATIONS: list[tuple[str, str, torch.dtype, int, str]] = [
-    ("numpy", "cpu", torch.float32, 2, "impl is 'numpy': choose 'auto' or one of 'reference', 'cpu', 'triton'"),
-    ("cpu", "cpu", torch.float64, 2, "impl is 'cpu', which takes two to four cores of .* float16, not torch.float64"),
-    ("cpu", "cpu", torch.float32, 1, "impl is 'cpu', which takes two to four cores"),
-    ("cpu", "cuda", torch.float32, 2, "impl is 'cpu', but the tensors are on cuda: choose 'auto' or 'triton'"),
-    ("triton", "cpu", torch.float32, 2, "impl is 'triton', which needs a GPU, but the tensors are on cpu: move them there or"),
-    ("triton", "cuda", torch.float64, 2, "impl is 'triton', which computes in float32: give float64 to 'reference'"),
-]
-
-
 def test_what_auto_stands_for_and_implementations_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # whether Triton is installed here or not
-    for impl, place, dtype, order, message in IMPLEMENTATIONS:
+    for impl, place, dtype, order, message in (
+        ("numpy", "cpu", torch.float32, 2, "impl is 'numpy': choose 'auto' or one of 'reference', 'cpu', 'triton'"),
+        ("cpu", "cpu", torch.float64, 2, "impl is 'cpu', which takes two to four cores of .* float16, not torch.float64"),
+        ("cpu", "cpu", torch.float32, 1, "impl is 'cpu', which takes two to four cores"),
+        ("cpu", "cuda", torch.float32, 2, "impl is 'cpu', but the tensors are on cuda: choose 'auto' or 'triton'"),
+        ("triton", "cpu", torch.float32, 2, "impl is 'triton', which needs a GPU, but the tensors are on cpu: move them there or"),
+        ("triton", "cuda", torch.float64, 2, "impl is 'triton', which computes in float32: give float64 to 'reference'"),
+    ):
         refuse(message, resolve_bags_impl, impl, torch.device(place), dtype, order)
     for device in map(torch.device, ("cpu", "meta")):
         for dtype in TOLERANCE:

@@ -40,6 +40,8 @@ CASES = {
     ),
 }
 every_case = pytest.mark.parametrize(("kind", "settings"), CASES.values(), ids=CASES.keys())
+ALL_SUM = "all", "sum"
+WAYS = [(*ALL_SUM, torch.float32), ("cores", "mean", torch.float32), ("all", "max", torch.float32)]
 
 
 class Batch(NamedTuple):
@@ -103,9 +105,7 @@ def masks(tables: nn.ModuleList, batch: Batch) -> list[Tensor]:
     return used
 
 
-def step_by_formula(
-    kind: type, settings: dict[str, Any], parameter: Tensor, gradient: Tensor, is_used: Tensor, state: dict[str, Any]
-) -> None:
+def step_by_formula(kind: type, settings: dict, parameter: Tensor, gradient: Tensor, is_used: Tensor, state: dict) -> None:
     """Take a step in place. Parameters and state of slices that the batch doesn't use stay unchanged."""
     lr, eps, (b1, b2) = settings["lr"], settings.get("eps"), settings.get("betas", (0.9, 0.999))
     state["step"] = state.get("step", 0) + 1
@@ -154,16 +154,10 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> No
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance * largest)
 
 
-ALL_SUM = "all", "sum"
-WAYS = [(*ALL_SUM, torch.float32), ("cores", "mean", torch.float32), ("all", "max", torch.float32)]
-
-
 @every_case
 @every_order
 @pytest.mark.parametrize(("which", "mode", "dtype"), [*WAYS, (*ALL_SUM, torch.bfloat16), (*ALL_SUM, torch.float16)])
-def test_parameters_and_states_follow_the_formulas(
-    order: int, kind: type, settings: dict[str, Any], which: str, mode: str, dtype: torch.dtype
-) -> None:
+def test_updates_follow_the_formulas(order: int, kind: type, settings: dict, which: str, mode: str, dtype: torch.dtype) -> None:
     """With 16 bits, a step is computed in float32 and rounded once, also for slices of several blocks of numbers."""
     is_narrow, eps = dtype != torch.float32, torch.finfo(dtype).eps
     tables = make_tables(order, dtype, [TTShape((5, 4), (15, 3), (21,))] if is_narrow and order == 2 else None)
@@ -223,9 +217,6 @@ def test_updates_do_not_depend_on_the_number_of_threads(order: int, case: str, o
 
     one, two = (on_threads(count, train) for count in (1, 2))
     assert all(map(torch.equal, one, two))
-
-
-# Parameters that are not updated in backward
 
 
 OTHERS = {

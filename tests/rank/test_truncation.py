@@ -36,6 +36,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "SGD momentum": lambda p: SGD(p, lr=0.01, momentum=0.9),
     "RMSprop": lambda p: RMSprop(p, lr=0.01, momentum=0.9),
 }
+IDS = torch.arange(60).reshape(20, 3)
+DOOMED = {"table.rank_1": [0, 3], "table.rank_2": [2], "layer.rank_2": [1, 5]}
 
 
 class Small(nn.Module):
@@ -49,9 +51,6 @@ class Small(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(torch.relu(self.layer(self.table(ids))))
-
-
-IDS = torch.arange(60).reshape(20, 3)
 
 
 def train(model: nn.Module, optimizer: Optimizer | None, steps: int) -> list[Tensor]:
@@ -89,9 +88,6 @@ def silence(model: Small, doomed: dict[str, list[int]]) -> None:
     with torch.no_grad():
         for name, indices in doomed.items():
             model.get_parameter(name)[indices] = 0.0
-
-
-DOOMED = {"table.rank_1": [0, 3], "table.rank_2": [2], "layer.rank_2": [1, 5]}
 
 
 def test_outputs_stay_and_sizes_shrink() -> None:
@@ -177,10 +173,7 @@ def test_state_that_cannot_be_sliced_is_an_error_before_anything_changes() -> No
     assert truncate_ranks_(model, optimizer, threshold=0.0)["table"] == (5, 4), "any state is fine if nothing is removed"
     silence(model, DOOMED)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    message = (
-        r"Adafactor keeps 'row_var' of shape \(1, 5, 4, 1\) for a parameter of shape \(1, 5, 4, 5\): ranks can't change under it; "
-        r"use an optimizer whose state has the parameter's shape"
-    )
+    message = r"Adafactor keeps 'row_var' of shape \(1, 5, 4, 1\) for a parameter of shape \(1, 5, 4, 5\): ranks can't change"
     refuse(message, truncate_ranks_, model, optimizer, threshold=0.01)
     assert model.table.shape.ranks == (5, 4)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)

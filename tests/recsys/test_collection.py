@@ -200,8 +200,7 @@ def test_reset_redraws_every_table_also_from_the_meta_device() -> None:
     collection = TTEmbeddingBagCollection(tables)
     before = {name: value.clone() for name, value in collection.state_dict().items()}
     collection.reset_parameters()
-    same = [name for name, value in collection.state_dict().items() if torch.equal(value, before[name])]
-    assert same == ["tt_bags.a.rank_1"]
+    assert [n for n, v in collection.state_dict().items() if torch.equal(v, before[n])] == ["tt_bags.a.rank_1"]
 
 
 @pytest.mark.parametrize(
@@ -235,9 +234,6 @@ def test_state_dicts_of_torchrecs_collections_load_dense_tables_and_name_tt_ones
     torch.testing.assert_close(weight, stored[f"0.{kind}.small.weight"])
 
 
-# Sequences
-
-
 ROWS = {"seen": 900, "bought": 900, "site": 30}
 
 
@@ -257,12 +253,13 @@ def assert_same_rows(actual: dict[str, JaggedTensor], expected: dict[str, Jagged
     for key, rows in expected.items():
         torch.testing.assert_close(actual[key].values(), rows.values())
         assert torch.equal(actual[key].lengths(), rows.lengths())
+        torch.testing.assert_close(actual[key].weights_or_none(), rows.weights_or_none())  # ids, on request
 
 
 @pytest.mark.parametrize("large", [{"tt_ranks": 4}, {"tt_ranks": 3, "hot_rows": ((20, 4), (100, 1))}], ids=str)
 @pytest.mark.parametrize(("samples", "longest"), [(1, 4), (7, 4), (2, 0)])
 def test_rows_and_gradients_are_those_of_the_dense_tables(samples: int, longest: int, large: dict[str, object]) -> None:
-    collection = cr.TTEmbeddingCollection(sequences(**large))
+    collection = cr.TTEmbeddingCollection(sequences(**large), need_indices=longest > 0)
     for block in collection.tables.tt_bag("products").hot_blocks():
         nn.init.normal_(block.core_0)
     dense = export_dense(collection)
@@ -271,6 +268,7 @@ def test_rows_and_gradients_are_those_of_the_dense_tables(samples: int, longest:
     actual, expected = collection(features), dense(features)
     assert list(actual) == ["seen@products", "bought", "site", "seen@seen twice"]
     assert_same_rows(actual, expected)
+    assert (actual["bought"].weights_or_none() is not None) == (longest > 0)
     assert list(collection.embeddings) == list(dense.embeddings)
     for rows in (actual, expected):
         sum((k + 1) * each.values().square().sum() for k, each in enumerate(rows.values())).backward()
@@ -289,23 +287,10 @@ def test_no_feature_is_padded_to_the_longest() -> None:
         assert_same_rows(collection(features), export_dense(collection)(features))
 
 
-def test_ids_are_returned_with_their_rows_on_request() -> None:
-    features = random_jagged(ROWS, 5)
-    collection = cr.TTEmbeddingCollection(sequences(), need_indices=True)
-    assert collection.need_indices()
-    assert torch.equal(collection(features)["bought"].weights(), features["bought"].values())
-    assert cr.TTEmbeddingCollection(sequences())(features)["bought"].weights_or_none() is None
-
-
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ([], "tables is empty: give at least one table config"),
-        ([sequences()[0], EmbeddingConfig(name="b", num_embeddings=9, embedding_dim=4)], r"tables have dimensions \[4, 8\]"),
-    ],
-)
-def test_invalid_sequences_are_refused(tables: list[EmbeddingConfig], message: str) -> None:
-    refuse(message, cr.TTEmbeddingCollection, tables)
+def test_invalid_sequences_are_refused() -> None:
+    refuse("tables is empty: give at least one table config", cr.TTEmbeddingCollection, [])
+    narrow = EmbeddingConfig(name="b", num_embeddings=9, embedding_dim=4)
+    refuse(r"tables have dimensions \[4, 8\]", cr.TTEmbeddingCollection, [sequences()[0], narrow])
 
 
 @pytest.mark.parametrize("init", ["random", "tt_svd"])
@@ -316,7 +301,6 @@ def test_swapped_into_a_model(init: str) -> None:
     small, large = plain.embeddings["sites"].weight, plain.embeddings["products"].weight.detach()
     compress_(model, tables=TableCompression(tt_ranks=40, min_rows=100), init=init)
     swapped = model["sequences"]
-    assert isinstance(swapped, cr.TTEmbeddingCollection)
     assert swapped.use_gather_select()
     assert swapped.tables.dense_bags.use_gather_select()
     assert not cr.TTEmbeddingCollection(sequences()).use_gather_select()

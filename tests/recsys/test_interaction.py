@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -68,21 +67,13 @@ def test_the_registrations_follow_torch_librarys_rules() -> None:
     torch.library.opcheck(torch.ops.comera_rec.interact_backward.default, (torch.randn(5, 10), lead, rows))
 
 
-ONES = torch.ones(2, 4)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda ops: ops.interact(ONES, torch.ones(3, 1, 4)), r"lead has shape \(2, 4\) and rows \(3, 1, 4\): give \(B, N\) and"),
-        (lambda ops: ops.interact(ONES.double(), torch.ones(2, 1, 4)), "lead is not float32: convert it"),
-        (lambda ops: ops.interact(ONES, torch.ones(2, 1, 4).double()), "rows is not float32 on CPU: convert it, or move it"),
-        (lambda ops: ops.interact(ONES, torch.ones(2, 4, 3).mT), "rows has rows apart from each other: copy it"),
-        (lambda ops: ops.interact_backward(torch.ones(2, 6), ONES, torch.ones(2, 1, 4)), "there are 2 samples with 5 outputs each"),
-    ],
-)
-def test_bad_arguments_are_refused(call: Callable[[Any], object], message: str) -> None:
-    refuse(message, call, torch.ops.comera_rec)
+def test_bad_arguments_are_refused() -> None:
+    ops, lead, rows = torch.ops.comera_rec, torch.ones(2, 4), torch.ones(2, 1, 4)
+    refuse(r"lead has shape \(2, 4\) and rows \(3, 1, 4\): give \(B, N\) and", ops.interact, lead, torch.ones(3, 1, 4))
+    refuse("lead is not float32: convert it", ops.interact, lead.double(), rows)
+    refuse("rows is not float32 on CPU: convert it, or move it", ops.interact, lead, rows.double())
+    refuse("rows has rows apart from each other: copy it", ops.interact, lead, torch.ones(2, 4, 3).mT)
+    refuse("there are 2 samples with 5 outputs each", ops.interact_backward, torch.ones(2, 6), lead, rows)
 
 
 @pytest.mark.parametrize("first_column", [0, 3])
@@ -99,10 +90,9 @@ def test_second_derivatives_in_float32(first_column: int) -> None:
     torch.testing.assert_close(penalty(torch.float32), penalty(torch.float64), rtol=1e-4, atol=1e-3)
 
 
-def test_gradients_of_both_orders() -> None:
+def test_gradients_of_second_order() -> None:
     features = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
     pairs = torch.triu_indices(4, 4, offset=1)
-    assert torch.autograd.gradcheck(pairwise_products, (features, pairs))
     assert torch.autograd.gradgradcheck(pairwise_products, (features, pairs))
 
 
@@ -156,10 +146,8 @@ def test_features_are_stacked_without_a_copy_where_their_order_allows(order: lis
     pooled = KeyedTensor(keys=order, length_per_key=[4, 4, 4], values=values)
     stacked = stack_features(pooled, ["a", "b", "c"], 4)
     assert (stacked.data_ptr() == values.data_ptr()) == (order == ["a", "b", "c"])
-    for place, name in enumerate(["a", "b", "c"]):
-        torch.testing.assert_close(stacked[:, place], pooled[name])
+    torch.testing.assert_close(stacked, torch.stack([pooled[name] for name in "abc"], dim=1))
     stacked[:, 0].sum().backward()
     start = 4 * order.index("a")
-    assert values.grad is not None
     assert values.grad[:, start : start + 4].eq(1).all()
     assert values.grad.sum() == 20

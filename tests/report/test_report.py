@@ -39,9 +39,7 @@ def write_run(folder: Path, layers: list[dict[str, Any]], *, adapting: bool = Fa
     for step, stage, rank in ((0, "early", 8), (100, "late", 6), (200, "late", 0), (300, "done", 0))[: 4 if adapting else 1]:
         ranks = {entry["name"]: [rank] for entry in layers if entry["ranks"]}
         lines.append({"kind": "ranks", "step": step, "stage": stage, "params": 900 - step, "target_params": 700, "ranks": ranks})
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines) + ("" if finished else '{"kind": "tra')
-    )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines) + ("" if finished else '{"kind": "tra'))
     if finished:
         sums = {key: sum(entry[key] for entry in layers) for key in ("params", "bytes", "dense_params", "dense_bytes")}
         result = {"name": folder.name, "steps": 300, "split": "test", "rows": 50, "auc": 0.75, "ne": 0.85, "logloss": 0.44}

@@ -45,6 +45,11 @@ if "fast" in package:
 model = torch._inductor.aoti_load_package(package)
 torch.save([model(*tensors) for tensors in torch.load(requests)], answers)
 """
+NO_IDS = KeyedJaggedTensor(["user", "item"], torch.empty(0).long(), lengths=torch.zeros(8).long())
+ONE_KEY = KeyedJaggedTensor(["user"], torch.arange(4), lengths=torch.ones(4, dtype=torch.long))
+THREE_ROWS = KeyedJaggedTensor(["user"], torch.arange(3), lengths=torch.ones(3, dtype=torch.long))
+LIMITS = {"f2": 1111, "f3": 1111, "f4": 1111, "a": 30, "b": 30}
+aten = torch.ops.aten
 
 
 @cache
@@ -103,8 +108,8 @@ def test_programs_score_the_same_outside(tmp_path: Path) -> None:
     torch.save([*map(flattened, others)], asked)
     subprocess.run([sys.executable, "-c", OUTSIDE, str(package), str(asked), str(answers)], check=True, cwd=tmp_path)
     for actual, wanted in zip(torch.load(answers), expected, strict=True):
-        for name, one, other in zip(names, actual, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        outputs = (dict(zip(names, tensors, strict=True)) for tensors in (actual, wanted))
+        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(list(ServingModel(package)(*flattened(others[1]))), expected[1], rtol=1e-5, atol=1e-5)
 
 
@@ -133,11 +138,6 @@ def inputs(**changes: Any) -> dict[str, Any]:
     return {"dense": batch(0, range(1)).dense_features, "sparse": batch(0, range(1)).sparse_features} | changes
 
 
-NO_IDS = KeyedJaggedTensor(["user", "item"], torch.empty(0).long(), lengths=torch.zeros(8).long())
-ONE_KEY = KeyedJaggedTensor(["user"], torch.arange(4), lengths=torch.ones(4, dtype=torch.long))
-THREE_ROWS = KeyedJaggedTensor(["user"], torch.arange(3), lengths=torch.ones(3, dtype=torch.long))
-
-
 @pytest.mark.parametrize(
     ("mistake", "sample", "options", "message"),
     [
@@ -156,9 +156,7 @@ THREE_ROWS = KeyedJaggedTensor(["user"], torch.arange(3), lengths=torch.ones(3, 
         ("", inputs(), {"dtype": "int4"}, "dtype is 'int4': choose one of 'float32', 'bfloat16', 'int8'"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line_and_leave_nothing(
-    mistake: str, sample: Any, options: dict[str, str], message: str, tmp_path: Path
-) -> None:
+def test_mistakes_are_one_line_and_leave_nothing(mistake: str, sample: Any, options: dict, message: str, tmp_path: Path) -> None:
     if mistake == "random":
         pytest.importorskip("onnxruntime")
     output = tmp_path / ("model.onnx" if mistake == "random" else "model.pt2")  # which would be compiled first
@@ -178,9 +176,6 @@ def test_outputs_that_are_no_packages_and_other_types_are_refused(tmp_path: Path
     assert not [*tmp_path.iterdir()]
     refuse(r"is a folder: name a file, such as .*model\.pt2", cr.export, Broken(), inputs(), tmp_path)
     refuse(r"model doesn't end in \.pt2", cr.export, Broken(), inputs(), tmp_path / "model")
-
-
-LIMITS = {"f2": 1111, "f3": 1111, "f4": 1111, "a": 30, "b": 30}
 
 
 @pytest.fixture
@@ -254,11 +249,6 @@ def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool) -> Non
         assert not is_weighted or found.weights().equal(expected[name].weights()), "ids"
 
 
-class Clamps(cr.TTEmbedding):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.clamp(max=9))
-
-
 @torch.no_grad()
 def test_hooks_stay_and_other_forwards_are_refused() -> None:
     ids, bags = {"input": torch.arange(55, 65)}, cr.compress_(collection("cpu", "user", "day"), tables=CONFIG)
@@ -274,10 +264,8 @@ def test_hooks_stay_and_other_forwards_are_refused() -> None:
     refuse("a part of a TTEmbeddingBagCollection has hooks", serving_copy, bags, sparse, "fast", "float32")
     rows[0].forward = lambda ids: torch.zeros(len(ids), DIM)
     refuse("a TTEmbedding has a forward of its own", serving_copy, rows, ids, "fast", "float32")
-    refuse("a Clamps has a forward of its own", serving_copy, Clamps(60, DIM), ids, "fast", "float32")
-
-
-aten = torch.ops.aten
+    clamps = type("Clamps", (cr.TTEmbedding,), {"forward": lambda self, input: input.clamp(max=9)})
+    refuse("a Clamps has a forward of its own", serving_copy, clamps(60, DIM), ids, "fast", "float32")
 
 
 def test_lookups_of_bad_ids_are_nan() -> None:
@@ -381,6 +369,17 @@ def test_batches_without_rows(bags: nn.Module, tmp_path: Path) -> None:
     compare_with_onnxruntime(bags, sample, others, tmp_path / "model.onnx")
 
 
+class Applies(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
 @pytest.mark.parametrize(
     ("function", "shapes", "is_by_row"),
     [
@@ -391,14 +390,8 @@ def test_batches_without_rows(bags: nn.Module, tmp_path: Path) -> None:
         (lambda x: (x @ x.mT, x.mean()), [(-1, -1), ()], False),
     ],
 )
-def test_requests_share_a_call_only_if_rows_do_not_depend_on_others(
-    function: Callable, shapes: list[tuple[int, ...]], is_by_row: bool, tmp_path: Path
-) -> None:
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return function(x)
-
-    metadata = compare_with_onnxruntime(Model(), torch.rand(2, 3), [torch.rand(5, 3)], tmp_path / "model.onnx")
+def test_requests_share_calls_if_rows_are_independent(function: Callable, shapes: list, is_by_row: bool, tmp_path: Path) -> None:
+    metadata = compare_with_onnxruntime(Applies(function), torch.rand(2, 3), [torch.rand(5, 3)], tmp_path / "model.onnx")
     assert [output.shape for output in metadata.outputs] == shapes
     assert metadata.is_by_row == is_by_row
 
@@ -416,26 +409,17 @@ def test_torchs_encoders_are_captured_without_their_fast_path(tmp_path: Path) ->
 
 
 def test_losses_of_large_logits_are_exact(tmp_path: Path) -> None:
-    class Losses(torch.nn.Module):
-        def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return F.logsigmoid(logits), F.binary_cross_entropy_with_logits(logits, labels, pos_weight=torch.tensor(3.0))
+    def losses(x: Tensor) -> tuple[Tensor, ...]:
+        return F.logsigmoid(x[:, 0]), F.binary_cross_entropy_with_logits(*x.unbind(1), pos_weight=torch.tensor(3.0))
 
     pytest.importorskip("onnxruntime")
-    cr.export(Losses(), (torch.tensor([-90.0, -16, 0, 16, 90]), torch.tensor([1.0, 0, 1, 0, 1])), tmp_path / "model.onnx")
+    cr.export(Applies(losses), torch.tensor([[-90.0, 1], [-16, 0], [0, 1], [16, 0], [90, 1]]), tmp_path / "model.onnx")
 
 
 def test_what_onnx_lacks_is_refused(tmp_path: Path) -> None:
-    class Sorts(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.linalg.eigvalsh(x @ x.mT)
-
-    class Squeezes(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.squeeze(1)
-
     pytest.importorskip("onnxruntime")
-    sample, output = torch.randn(3, 3), tmp_path / "model.onnx"
-    refuse(r"can't be written as ONNX: .*_linalg_eigh", cr.export, Sorts(), sample, output)
-    refuse("^onnxruntime refuses the model: .*must be 1 instead of 3", cr.export, Squeezes(), sample, output)
-    refuse("drop form='fast'", cr.export, Sorts(), sample, output, form="fast")
+    sample, output, solves = torch.randn(3, 3), tmp_path / "model.onnx", Applies(lambda x: torch.linalg.eigvalsh(x @ x.mT))
+    refuse(r"can't be written as ONNX: .*_linalg_eigh", cr.export, solves, sample, output)
+    refuse("must be 1 instead of 3", cr.export, Applies(lambda x: x.squeeze(1)), sample, output)
+    refuse("drop form='fast'", cr.export, solves, sample, output, form="fast")
     assert not list(tmp_path.iterdir())

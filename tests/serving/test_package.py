@@ -37,6 +37,11 @@ from data_pipeline.manifest import file_sha256, read_manifest
 
 Request = tuple[Tensor, Tensor, Tensor]
 FORMS = ["portable", "fast"]
+ROWS = {"user": 300, "item": 200, "day": 7}
+LENGTHS = torch.tensor([2, 1, 0, 3, 1, 1, 1, 1, 1])
+FEATURES = KeyedJaggedTensor(list(ROWS), torch.arange(int(LENGTHS.sum())) % 7, lengths=LENGTHS)
+SAMPLE = (torch.rand(3, 2), FEATURES)
+TENSORS = (SAMPLE[0], FEATURES.values(), FEATURES.lengths())
 
 
 def trained_scores(run: Path, request: Request) -> Tensor:
@@ -224,21 +229,12 @@ def test_the_program_without_python(trained: Path, package: Callable, request_of
     assert failed.stderr.startswith("score: ")
 
 
-ROWS = {"user": 300, "item": 200, "day": 7}
-LENGTHS = torch.tensor([2, 1, 0, 3, 1, 1, 1, 1, 1])
-FEATURES = KeyedJaggedTensor(list(ROWS), torch.arange(int(LENGTHS.sum())) % 7, lengths=LENGTHS)
-SAMPLE = (torch.rand(3, 2), FEATURES)
-TENSORS = (SAMPLE[0], FEATURES.values(), FEATURES.lengths())
-
-
 class Scores(nn.Module):
     """Pooled bags into a linear layer, whose bias has one number; weights may be uniform, and there is a constant."""
 
     def __init__(self, tt_ranks: int = 2) -> None:
         super().__init__()
-        configs = [
-            EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name]) for name, rows in ROWS.items()
-        ]
+        configs = [EmbeddingBagConfig(name=n, num_embeddings=m, embedding_dim=8, feature_names=[n]) for n, m in ROWS.items()]
         self.tables = EmbeddingBagCollection(configs)
         cr.compress_(self, tables=cr.TableCompression(tt_ranks=tt_ranks, min_rows=100, hot_rows=0.3))
         self.over = nn.Linear(8 * len(ROWS) + 2, 1)
@@ -252,20 +248,15 @@ class Scores(nn.Module):
         return self.slope * self.over(torch.cat(inputs, dim=1))
 
 
-def trained_further(model: Scores) -> Tensor:
-    """Change every weight; return the model's scores."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.rand_like(parameter) / 2)
-        return model.eval()(*SAMPLE)
-
-
 def test_a_package_takes_new_weights(tmp_path: Path) -> None:
     model = Scores()
     cr.export(model, SAMPLE, tmp_path / "model.pt2", form="fast", dtype="int8")
     package = ServingModel(tmp_path / "model.pt2")
     for _ in range(2):
-        expected = trained_further(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.rand_like(parameter) / 2)
+            expected = model.eval()(*SAMPLE)
         metadata = cr.export(model, SAMPLE, tmp_path / "model.weights")
         assert metadata == read_metadata(tmp_path / "model.weights")
         assert (metadata.form, metadata.dtype) == ("fast", "int8")

@@ -126,9 +126,6 @@ def test_new_days(model: Path, data: Path, tmp_path: Path) -> None:
     refuse(r"`output` .*manifest.json and `input` .* overlap", options, model, data, data / "manifest.json", overwrite=True)
 
 
-ROOT = Path(__file__).parents[2]
-
-
 def test_commands_run(trained: Path, model: Path, data: Path, tmp_path: Path) -> None:
     if not shutil.which("curl"):
         pytest.skip("curl is not installed")
@@ -140,7 +137,7 @@ def test_commands_run(trained: Path, model: Path, data: Path, tmp_path: Path) ->
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     export = "comera export --checkpoint runs/compressed --output model.pt2"  # as the fixture did
-    printed = run_commands(ROOT / "docs" / "guides" / "serving.md", tmp_path, port=port, without=export)
+    printed = run_commands(Path(__file__).parents[2] / "docs/guides/serving.md", tmp_path, port=port, without=export)
     assert len(pq.read_table(tmp_path / "scores.parquet")) == 4000
     answers = re.findall(r'\{"scores":.*?\}', printed)
     assert len(answers) == 1

@@ -113,7 +113,6 @@ def serving_process(*options: object, signal_number: int = signal.SIGTERM) -> It
     command = [sys.executable, "-m", "comera_rec", "serve", "--port", 0, *options]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout is not None
         try:
             ready = next(filter(None, (re.search(r"serving .* on (http://.*:\d+)", line) for line in process.stdout)), None)
             assert ready, "the process has ended"

@@ -11,6 +11,8 @@ import torch
 
 from comera_rec.cli.main import main
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
+from comera_rec.training.config import load_config
+from comera_rec.training.trainer import Trainer
 
 RANKS = ["ranks.early_steps=4", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.objective=budget"]
 DENSE = ["tables.format=dense", "linears.format=dense"]
@@ -21,6 +23,12 @@ def call(*arguments: object) -> int:
     with pytest.raises(SystemExit) as stop:
         main([str(argument) for argument in arguments])
     return int(stop.value.code or 0)
+
+
+def run(config_file: Path, *overrides: str) -> tuple[Trainer, dict[str, Any]]:
+    """Train a run; return its trainer and result."""
+    trainer = Trainer(load_config(config_file, overrides))
+    return trainer, trainer.train()
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -43,7 +51,6 @@ def tensors(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
     """All tensors of the last checkpoint, or of that of a step."""
     checkpoints = folder / "checkpoints"
     path = latest_checkpoint(checkpoints) if step is None else checkpoint_at(checkpoints, step)
-    assert path is not None
     checkpoint = open_checkpoint(path)
     return checkpoint.read(sorted(checkpoint.sizes))
 
@@ -55,19 +62,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
     """Require the same names and, within the tolerance, the same values."""
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        torch.testing.assert_close(
-            value, right[name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    torch.testing.assert_close(dict(left), right, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def assert_same_run(left: Path, right: Path) -> None:
     """Require equal losses, ranks, evaluations, weights and optimizer state, bit by bit."""
     for kind in ("train", "ranks", "eval"):
-        written, expected = lines(left, kind), lines(right, kind)
-        assert written == expected, (
-            f"{kind} differs: {[pair for pair in zip(written, expected, strict=False) if pair[0] != pair[1]][:1]}"
-        )
+        assert lines(left, kind) == lines(right, kind), kind
     assert_close(tensors(left), tensors(right))
     assert not [path.name for path in (left / "checkpoints").iterdir() if path.suffix], "half-written checkpoints are left"

@@ -31,6 +31,8 @@ from comera_rec.training.model import fuse_dense_tables_
 from comera_rec.training.placement import host_memory
 
 FORMAT = 2
+WEIGHTS = {"model/weight": torch.ones(3)}
+CPU = torch.device("cpu")
 
 
 def state() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -180,9 +182,6 @@ def test_files_outside_its_folder_and_damaged_tensors_are_refused(name: str, tmp
     refuse(r"step_00000002 cannot be loaded \(.+\): remove it", open_checkpoint(damaged).read, ["weight"])
 
 
-WEIGHTS = {"model/weight": torch.ones(3)}
-
-
 def try_to_save(folder: Path, step: int) -> str:
     try:
         save(folder, step, {"step": step, "again": True}, WEIGHTS)
@@ -205,7 +204,6 @@ def fail_in_every_way(rank: int, folder: Path) -> list[str]:
     with patch.object(Path, "rename", rename if rank else fail):  # when the new checkpoint has all but its name
         messages.append(try_to_save(folder, 8))
     kept = latest_checkpoint(folder)
-    assert kept is not None
     messages.append(str(open_checkpoint(kept).record))
     dist.barrier()
     messages += [try_to_save(folder, 4), str(open_checkpoint(folder / "step_00000004").record)]
@@ -223,9 +221,6 @@ def test_all_processes_raise_a_write_error_and_nothing_is_lost(tmp_path: Path) -
     assert kept == "{'step': 4}"
     assert (again, record) == ("saved", "{'step': 4, 'again': True}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "step_00000004"]
-
-
-CPU = torch.device("cpu")
 
 
 def collection(rows: int) -> nn.Sequential:

@@ -138,7 +138,6 @@ def trainer(folder: Path, output: Path, *overrides: str) -> Trainer:
 def test_a_loss_is_the_weighted_mean_of_its_tasks_and_rows(folder: Path, tmp_path: Path) -> None:
     run = trainer(folder, tmp_path / "run", "training.task_weights=[3, 1]")
     batch = next(iter(run.loader))
-    assert batch.weights is not None
     with torch.no_grad():
         logits = run.model(batch.dense, batch.sparse)
         loss = run.step.loss_of(batch)
@@ -167,7 +166,6 @@ def test_scores_have_a_column_for_each_label(folder: Path, tmp_path: Path, capsy
     scores = pq.read_table(output)
     assert scores.column_names == ["row", "score_click", "score_buy", "click", "buy"]
     metadata = ServingModel(model).metadata.run
-    assert metadata is not None
     assert metadata.labels == ("click", "buy")
     assert metadata.ne == pytest.approx(evaluated["ne"], rel=1e-6)
     batch = next(iter(ParquetBatches(data, "test", batch_size=ROWS)))

@@ -46,6 +46,17 @@ pytestmark = pytest.mark.distributed
 HOT_ROWS = ["tables.hot_rows=0.5", *RANKS]
 # Adam's moments of a slice decay in every step if tables are replicated, and on one process only in steps that use it.
 SAME = ["optimizer.name=adagrad", "optimizer.lr_dense=0.02", "optimizer.lr_cores=0.02", "training.log_every=1"]
+CONTROLS = {
+    "weight decay": ["optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1", "training.eval_every=4"],
+    "early stopping": [
+        "training.eval_every=2", "training.keep_best=true", "training.patience=2", "optimizer.lr_dense=0.3", "training.steps=24",
+    ],
+}  # fmt: skip
+KILLS = int(os.environ.get("KILLS", "1"))
+OFTEN = [
+    *RANKS, "ranks.early_steps=5", "ranks.late_steps=10", "tables.hot_rows=0.5", f"training.steps={20 + 5 * KILLS}",
+    "training.eval_every=5", "training.checkpoint_every=3", "training.log_every=1",
+]  # fmt: skip
 
 
 def train(rank: int, config_file: Path, *runs: list[str]) -> list[dict[str, Any]]:
@@ -60,15 +71,11 @@ def train_on(processes: int, *arguments: Any) -> list[dict[str, Any]]:
     return first
 
 
-FORMATS = {"hot rows": HOT_ROWS, "adagrad": ["optimizer.name=adagrad"], "dense": DENSE}
-
-
-@pytest.mark.parametrize(("name", "processes"), [("hot rows", 1), ("hot rows", 2), ("adagrad", 2), ("dense", 1)])
-def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_holds(
-    config_file: Path, tmp_path: Path, name: str, processes: int
-) -> None:
+@pytest.mark.parametrize(("form", "processes"), [(HOT_ROWS, 1), (HOT_ROWS, 2), (["optimizer.name=adagrad"], 2), (DENSE, 1)])
+def test_a_resumed_run_equals_an_unbroken_one(config_file: Path, tmp_path: Path, form: list[str], processes: int) -> None:
+    """And it reports what its checkpoint holds."""
     whole, part = tmp_path / "whole", tmp_path / "part"
-    once, in_two = ([*FORMATS[name], f"output={folder}"] for folder in (whole, part))
+    once, in_two = ([*form, f"output={folder}"] for folder in (whole, part))
     result, _, resumed, again = train_on(processes, config_file, once, [*in_two, "training.steps=6"], in_two, once)
     assert result == again, "a finished run is left alone"
     assert (result["processes"], len(lines(whole, "eval"))) == (processes, 2)
@@ -86,7 +93,7 @@ def test_a_resumed_run_equals_an_unbroken_one_and_reports_what_its_checkpoint_ho
     evaluated = evaluate(model, Trainer(config)._batches("test", shuffle=False), torch.device("cpu"))
     assert evaluated["rows"] == result["rows"]
     assert (evaluated["auc"], evaluated["ne"]) == pytest.approx((result["auc"], result["ne"]), rel=1e-5)
-    if name == "hot rows":
+    if form is HOT_ROWS:
         history = lines(whole, "ranks")
         assert [history[0]["stage"], history[-1]["stage"]] == ["early", "done"]
         assert 0.97 * history[-1]["target_params"] <= history[-1]["params"] <= history[-1]["target_params"] + 1
@@ -130,14 +137,6 @@ def test_batches_and_readers_that_cannot_be_shared_are_refused(config_file: Path
     train(0, config_file, [*batch, "training.steps=6"])
     with pytest.raises(RuntimeError, match=r"8 readers made them, which 3 processes can't share: launch .* that divides 8"):
         run_processes(3, train, config_file, batch)
-
-
-CONTROLS = {
-    "weight decay": ["optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1", "training.eval_every=4"],
-    "early stopping": [
-        "training.eval_every=2", "training.keep_best=true", "training.patience=2", "optimizer.lr_dense=0.3", "training.steps=24",
-    ],
-}  # fmt: skip
 
 
 def test_controls_on_two_processes_equal_those_on_one(config_file: Path, tmp_path: Path) -> None:
@@ -228,13 +227,6 @@ def test_a_launched_run_whose_processes_are_killed_restarts_and_equals_an_unbrok
     assert "step 4 of 14" in printed["stderr"], "it resumed from the checkpoint before the one that was being written"
     assert printed["stdout"].count("14 steps, test AUC") == 1
     assert_same_run(tmp_path / "broken", tmp_path / "unbroken")
-
-
-KILLS = int(os.environ.get("KILLS", "1"))
-OFTEN = [
-    *RANKS, "ranks.early_steps=5", "ranks.late_steps=10", "tables.hot_rows=0.5", f"training.steps={20 + 5 * KILLS}",
-    "training.eval_every=5", "training.checkpoint_every=3", "training.log_every=1",
-]  # fmt: skip
 
 
 def train_and_tell(rank: int, world_size: int, store: Path, config_file: Path, overrides: Sequence[str], has_started: Any) -> None:

@@ -40,12 +40,7 @@ from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
-from tests.training.run_folders import RANKS, assert_close, assert_same_run, call, lines, tensors, weights
-
-
-def run(config_file: Path, *overrides: str) -> tuple[Path, dict[str, Any]]:
-    config = load_config(config_file, overrides)
-    return Path(config.output), Trainer(config).train()
+from tests.training.run_folders import RANKS, assert_close, assert_same_run, call, lines, run, tensors, weights
 
 
 def test_data_without_categories_is_refused(config_file: Path, data_set: Path) -> None:
@@ -93,11 +88,9 @@ def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(
 
 
 @pytest.mark.parametrize("last_step", [4, 12])
-def test_sigterm_stops_an_evaluation_and_the_next_run_repeats_it(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_step: int
-) -> None:
+def test_an_evaluation_stopped_by_sigterm_is_repeated(config_file: Path, monkeypatch: pytest.MonkeyPatch, last_step: int) -> None:
     evaluating = ["training.eval_every=4", "data.eval_batch_size=100"]
-    whole, _ = run(config_file, *evaluating, f"output={tmp_path / 'whole'}")
+    whole, _ = run(config_file, *evaluating, f"output={config_file.with_name('whole')}")
     if last_step == 12:
         run(config_file, *evaluating, "training.steps=11")
     update = BinaryMetrics.update
@@ -105,11 +98,11 @@ def test_sigterm_stops_an_evaluation_and_the_next_run_repeats_it(
         patch.setattr(BinaryMetrics, "update", lambda *batch: os.kill(os.getpid(), signal.SIGTERM) or update(*batch))
         with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {last_step} with a checkpoint"):
             run(config_file, *evaluating)
-    folder, _ = run(config_file, *evaluating)
+    repeated, _ = run(config_file, *evaluating)
     if last_step == 4:
-        assert_same_run(folder, whole)
-    assert [(line["step"], line["split"]) for line in lines(folder, "eval")][-2:] == [(12, "val"), (12, "test")]
-    json.loads((folder / "result.json").read_text(), parse_constant=pytest.fail)  # NaN isn't JSON
+        assert_same_run(repeated.folder, whole.folder)
+    assert [(line["step"], line["split"]) for line in lines(repeated.folder, "eval")][-2:] == [(12, "val"), (12, "test")]
+    json.loads((repeated.folder / "result.json").read_text(), parse_constant=pytest.fail)  # NaN isn't JSON
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -155,9 +148,7 @@ def test_a_run_resumes_with_moved_data_but_not_other_data_or_settings(config_fil
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_run_goes_on_without_tensorboard_or_readers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_outlive_their_observers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     log = MetricsLog(tmp_path, 0)
     shutil.rmtree(tmp_path / "tensorboard")
     for step in range(99):
@@ -180,8 +171,8 @@ def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None
     assert run(config_file, given)[1]["split"] == "train"
     data = tmp_path / "no_test"
     preprocess(PreprocessOptions(inputs=(tmp_path / "train.txt",), output=data, test_fraction=0.0))
-    folder, _ = run(config_file, f"data.path={data}", f"output={tmp_path / 'second'}")
-    assert [line["step"] for line in lines(folder, "eval")] == [12]
+    trainer, _ = run(config_file, f"data.path={data}", f"output={tmp_path / 'second'}")
+    assert [line["step"] for line in lines(trainer.folder, "eval")] == [12]
 
 
 def test_events_of_a_step_that_was_not_evaluated_are_written_once(tmp_path: Path) -> None:
@@ -296,10 +287,8 @@ def test_at_full_ranks_it_predicts_the_same_as_the_dense_run(dense: Path, config
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
-def test_training_continues_from_its_weights(
-    dense: Path, config_file: Path, tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "compressed"
+def test_it_trains_on_from_its_weights(dense: Path, config_file: Path, optimizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = config_file.with_name("compressed")
     same = ["tables.tt_ranks=none", "tables.compression=4", f"optimizer.name={optimizer}"]
     assert call("compress", "--checkpoint", dense, "--config", config_file, "--output", run, *same) == 0
     assert "x smaller than dense" in capsys.readouterr().out
@@ -336,9 +325,7 @@ def saved_start(rank: int, config_file: Path, overrides: list[str], output: Path
 @pytest.mark.parametrize(
     "tables", [["tables.format=dense"], ["tables.tt_ranks=16", "tables.hot_rows=0.5"], ["model.architecture=dcn"]]
 )
-def test_starts_are_the_same_on_any_number_of_processes(
-    config_file: Path, ordered: Path, tmp_path: Path, tables: list[str]
-) -> None:
+def test_starts_are_equal_on_any_number_of_processes(config_file: Path, ordered: Path, tmp_path: Path, tables: list[str]) -> None:
     from_vectors = tables != ["model.architecture=dcn"]
     overrides = [f"data.path={ordered}", *tables, *(["tables.start=vectors"] if from_vectors else [])]
     one = saved_start(0, config_file, overrides, tmp_path / "one")
@@ -370,9 +357,8 @@ def test_damaged_vectors_and_counts_are_named(config_file: Path, ordered: Path, 
     ("ordered", "heads", "has_hot_rows"),
     [(True, {}, True), (False, {}, False), (True, {"C1": 0.7, "C2": 0.4}, True), (True, {"C1": 0.55, "C2": 0.4}, False)],
 )
-def test_hot_rows_are_for_ids_of_which_few_make_up_most_lookups(
-    config_file: Path, ordered: bool, heads: dict[str, float], has_hot_rows: bool
-) -> None:
+def test_hot_rows_are_for_skewed_lookups(config_file: Path, ordered: bool, heads: dict[str, float], has_hot_rows: bool) -> None:
+    """Few ids of a table make up most of its lookups."""
     config = load_config(config_file, ["tables.compression=10", "tables.tt_ranks=none", "tables.min_rows=100"])
     columns = {"C1": 20_000, "C2": 9000, "C3": 50}
     vocabularies = dict.fromkeys(columns, "of ids in order") if ordered else {}
