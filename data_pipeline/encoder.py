@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -96,7 +97,7 @@ def open_encoder(
     folder: Path,
     schema: LogSchema,
     *,
-    room: int | None = None,
+    room: int = sys.maxsize,
     threads: int = 1,
 ) -> Encoder:
     """Open a data set's encoder, with its tables mapped into memory by `open_tables`.

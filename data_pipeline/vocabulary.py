@@ -174,7 +174,7 @@ def ranked(
         raise UserError(
             f"{name} has {len(frequent)} values with at least {min_count} rows; raise `min_count` {name}={min_count + 1}"
         )
-    ordered = allocate(by_id.path, dtype, (len(frequent),))
+    ordered = allocate(by_id.path, dtype, len(frequent))
     for ids, block in zip(_ids_by_count(frequent), frequent.blocks(), strict=True):
         ordered[ids - 1] = block
         release(ordered)
