@@ -77,10 +77,9 @@ def count_group(path: Path, parsed: Parsed, rows: Rows, schema: LogSchema, count
 
 def _count_numbers(values: np.ndarray, missing: np.ndarray) -> IntegerCounts:
     present = values[~missing]
-    counts = IntegerCounts(missing=len(values) - len(present), min=None, max=None)
     if not len(present):
-        return counts
-    counts = replace(counts, min=present.min().item(), max=present.max().item())
+        return IntegerCounts(missing=len(values), min=None, max=None)
+    counts = IntegerCounts(missing=len(values) - len(present), min=present.min().item(), max=present.max().item())
     if present.dtype != np.float64:
         return counts
     return replace(counts, sum=float(present.sum()), deviations=float(np.square(present - present.mean()).sum()))

@@ -84,18 +84,6 @@ class IdSource(ctypes.Structure):
 _ID_SOURCE = np.dtype(IdSource)  # takes 70 us to make
 
 
-def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int = sys.maxsize, threads: int = 1) -> tuple[IdSource, ...]:
-    """Open the tables of several columns, which share the room.
-
-    Args:
-        room: the most bytes of them to keep in memory. The smallest tables are kept whole and shared by all threads.
-        threads: how many look up ids at once; of a table that isn't kept whole, each keeps a separate range.
-    """
-    sizes = [path.stat().st_size for path in paths]
-    given = [share if share == size else share // threads for size, share in zip(sizes, shares(sizes, room), strict=True)]
-    return tuple(IdSource(path, dtype, share) for path, share in zip(paths, given, strict=True))
-
-
 def shares(sizes: Sequence[int], room: int) -> list[int]:
     """Divide room among those that need the given sizes: all that the smallest need, and equal parts for the others."""
     given = [0] * len(sizes)

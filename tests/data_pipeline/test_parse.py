@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from random_logs import schema_of
 
 from data_pipeline import hashing, native
-from data_pipeline.hashing import IdSource, encode_keys, open_tables, write_table
+from data_pipeline.hashing import IdSource, encode_keys, write_table
 from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed, parse
 from data_pipeline.reference import Cell, Malformed, hashed_id, parse_line
@@ -153,8 +153,7 @@ def test_ids_equal_the_reference(
     asked = data.draw(st.lists(st.tuples(key, st.booleans()), max_size=30))
     keys = np.array([[value for value, _ in asked] + [7]] * 2, dtype)[:, :-1]
     missing = np.array([[gone for _, gone in asked] + [True]] * 2, np.bool_)[:, :-1]
-    (table,) = open_tables([path], dtype, room=room)
-    got, zeros = encode_keys([table, IdSource(buckets=buckets)], keys, missing)
+    got, zeros = encode_keys([IdSource(path, dtype, room), IdSource(buckets=buckets)], keys, missing)
     by_table = [0 if gone else ids.get(value, 0) for value, gone in asked]
     by_hash = [0 if gone else hashed_id(value, buckets) for value, gone in asked]
     assert got.tolist() == [by_table, by_hash]
