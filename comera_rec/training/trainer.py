@@ -117,18 +117,14 @@ class Trainer:
         return has_tables and self.device.type == "cpu" and not (ranks and ranks.beta)
 
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
-        data, process_rank, world_size = self.config.data, WORLD.process_rank, WORLD.size
-        threads = 0 if self.device.type == "cpu" else _THREADS
+        data, threads = self.config.data, 0 if self.device.type == "cpu" else _THREADS
+        settings: dict[str, Any] = {"batch_size": data.eval_batch_size}
         if shuffle:
-            readers = math.lcm(world_size, math.gcd(_READERS, self.part_size * world_size))
-            batches = ParquetBatches(
-                data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows, seed=self.config.seed,
-                epochs=None, drop_last=True, process_rank=process_rank, world_size=world_size, readers=readers, threads=threads,
-            )  # fmt: skip
-        else:
-            batches = ParquetBatches(
-                data.path, split, batch_size=data.eval_batch_size, process_rank=process_rank, world_size=world_size, threads=threads
-            )
+            readers = math.lcm(WORLD.size, math.gcd(_READERS, self.part_size * WORLD.size))
+            settings = {"batch_size": self.part_size, "shuffle": True, "shuffle_rows": data.shuffle_rows, "seed": self.config.seed}
+            settings |= {"epochs": None, "drop_last": True, "readers": readers}
+        shared: dict[str, Any] = {"process_rank": WORLD.process_rank, "world_size": WORLD.size, "threads": threads}
+        batches = ParquetBatches(data.path, split, **shared, **settings)
         if fingerprint(batches.manifest) != fingerprint(self.manifest):  # its ids may mean other values
             raise UserError(f"{data.path} was replaced during the run: put back the data set that was there, or start anew")
         return batches
