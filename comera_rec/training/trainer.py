@@ -246,13 +246,13 @@ class Trainer:
         progress = Progress(self.folder.name, self.steps, self.total_steps, shown=WORLD.is_first)
         losses: list[Tensor] = []
         interval_start = time.perf_counter()
-        with contextlib.closing(progress), contextlib.closing(iter(self.loader)) as batches:
+        with progress, contextlib.closing(iter(self.loader)) as batches:
             while self._unfinished():
                 losses.append(self._step(batches))
                 if math.isnan(self.first_step_ms):
                     losses[0].cpu()  # waits for the device
                     self.first_step_ms = 1e3 * (time.perf_counter() - interval_start)
-                progress.step()
+                progress.update()
                 stopping = self.signals.after_step()
                 finished = self.steps >= self.total_steps
                 saving = bool(stopping or _due(self.steps, training.checkpoint_every)) and not finished
