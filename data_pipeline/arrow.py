@@ -10,10 +10,3 @@ def to_arrow(values: np.ndarray) -> pa.Array:
     """Wrap an array of numbers as a column without nulls."""
     values = np.ascontiguousarray(values)
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-def to_lists(elements: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """Make a column of lists from their lengths and their concatenated elements."""
-    ends = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=ends[1:])
-    return pa.ListArray.from_arrays(to_arrow(ends), to_arrow(elements))

@@ -19,7 +19,7 @@ from data_pipeline import native
 from data_pipeline.errors import UserError
 from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed
-from data_pipeline.reference import mismatch
+from data_pipeline.reference import EXPECTED, mismatch
 from data_pipeline.schema import NUMBER, Column, Kind, LogSchema
 
 _INTEGER = r"^-?0*[0-9]{1,19}(\.0+)?$"
@@ -29,17 +29,6 @@ _ISO_8601 = (
 )
 _TIME = pa.timestamp("us", "UTC")
 _EXACT = 2.0**53  # beyond this, float64 cannot hold every integer
-_EXPECTED = {
-    "label": "0 or 1",
-    "integer": "a 32-bit integer",
-    "int64": "a 64-bit integer",
-    "float": "a finite number",
-    "hex": "1 to 8 hex digits",
-    "category": "text or an integer",
-    "list": "a list of non-empty elements",
-    "weight": "a finite number of at least 0",
-    "time": "a time in ISO 8601, nor a number",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +82,7 @@ def parse_table(table: pa.Table, schema: LogSchema) -> tuple[Parsed, np.ndarray]
     for row in np.flatnonzero(~good)[:REASONS_KEPT].tolist():
         column = next(column for column in used if column.name in bad and bad[column.name][row])
         cell = _as_text(table.column(column.source)[row].as_py(), column)
-        reasons.append((row, mismatch(cell, column, _EXPECTED[column.kind])))
+        reasons.append((row, mismatch(cell, column)))
     for row in (row for array in arrays.values() for row in array) if bad else ():
         row[:count] = row[good]
     kept = {name: array[:, :count] for name, array in arrays.items()}
@@ -140,7 +129,7 @@ def _read(array: pa.Array | pa.ChunkedArray, column: Column, schema: LogSchema) 
             case _:
                 return _read_texts(array)
     except pa.ArrowException as error:
-        raise UserError(f"{column.name} has type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
+        raise UserError(f"{column.name} has type {array.type}, which is not {EXPECTED[column.kind]} in each row") from error
 
 
 def _read_dictionary(array: pa.DictionaryArray, column: Column, schema: LogSchema) -> _Cells:

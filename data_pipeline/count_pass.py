@@ -21,7 +21,7 @@ from data_pipeline.parts import Part
 from data_pipeline.passes import PartRecord, by_log, part_name, pass_over, rejected_lines
 from data_pipeline.runs import Run, count_keys, write_run
 from data_pipeline.schema import LogSchema
-from data_pipeline.splits import Rows
+from data_pipeline.splits import Rows, rows_by_position
 
 _REJECTED_LINES_KEPT = 100
 
@@ -77,10 +77,9 @@ def count_group(path: Path, parsed: Parsed, rows: Rows, schema: LogSchema, count
 
 def _count_numbers(values: np.ndarray, missing: np.ndarray) -> IntegerCounts:
     present = values[~missing]
-    counts = IntegerCounts(missing=len(values) - len(present), min=None, max=None)
     if not len(present):
-        return counts
-    counts = replace(counts, min=present.min().item(), max=present.max().item())
+        return IntegerCounts(missing=len(values), min=None, max=None)
+    counts = IntegerCounts(missing=len(values) - len(present), min=present.min().item(), max=present.max().item())
     if present.dtype != np.float64:
         return counts
     return replace(counts, sum=float(present.sum()), deviations=float(np.square(present - present.mean()).sum()))
@@ -91,9 +90,9 @@ class PartCounts(PartRecord):
     """Results of pass 1 for a part.
 
     If splits go by position, all its rows are counted as training rows, because positions are known only after all parts are
-    counted; `train_and_rest` corrects that.
+    counted; `count_logs` and `train_and_rest` correct that.
 
-    split_rows: rows of each split, if they don't go by position.
+    split_rows: rows of each split.
     first_row: the number of its first row among all rows, known after the pass.
     """
 
@@ -103,16 +102,22 @@ class PartCounts(PartRecord):
     first_row: int = 0
 
 
-def count_logs(job: Job) -> list[PartCounts]:
-    """Count every part that has not been counted yet, and return all parts in order.
+def count_logs(job: Job) -> tuple[Job, list[PartCounts]]:
+    """Count every part that has not been counted yet; return the job with the bounds of its splits, and all parts in order.
 
     Raises:
         ValueError: a log is damaged, or there are more malformed lines than allowed.
     """
     parts, row = pass_over(job, _count, PartCounts, folder="counts", description="counting"), 0
+    of_logs = by_log(parts)
+    rows_of_logs = [sum(part.rows for part in of_logs[log]) for log in range(len(job.logs))]
+    job = replace(job, bounds=job.splitting.bounds(rows_of_logs))
     for part in parts:
         part.first_row, row = row, row + part.rows
-    return parts
+        if not job.splitting.by_row:
+            by_position = rows_by_position(part.first_row, part.rows, job.bounds)
+            part.split_rows = tuple(rows.stop - rows.start for rows in by_position.values())
+    return job, parts
 
 
 def _count(job: Job, part: Part, first_row: int | None) -> PartCounts:
@@ -143,21 +148,13 @@ def describe_inputs(job: Job, parts: Sequence[PartCounts]) -> tuple[tuple[InputF
     return tuple(inputs), tuple(rejected[:_REJECTED_LINES_KEPT])
 
 
-def split_bounds(job: Job, parts: Sequence[PartCounts]) -> tuple[int, int]:
-    """Return the numbers of the first validation and test rows, if splits go by position."""
-    of_logs = by_log(parts)
-    return job.splitting.bounds([sum(part.rows for part in of_logs[log]) for log in range(len(job.logs))])
-
-
 def train_and_rest(job: Job, parts: Sequence[PartCounts]) -> list[GroupCounts]:
     """Group all parts' counts. If splits go by position, a part with training and other rows is counted again as two groups."""
-    groups, train_rows = [], job.bounds[0]
+    groups = []
     for part in parts:
-        counts, trains = part, True
-        if not job.splitting.by_row and part.first_row + part.rows > train_rows:
-            trains = part.first_row < train_rows
-            if trains:
-                counts = _count(job, next(job.parts(part.log, part.number.__ne__)), part.first_row)
+        counts, trains = part, part.split_rows[0] > 0
+        if trains and part.train.rows > part.split_rows[0]:
+            counts = _count(job, next(job.parts(part.log, part.number.__ne__)), part.first_row)
         both = replace(counts.train, trains=trains), replace(counts.rest, trains=False)
         groups += [group for group in both if group.rows]
     return groups

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_pipeline.errors import UserError
-from data_pipeline.hashing import IdSource, open_tables
+from data_pipeline.hashing import IdSource, shares
 from data_pipeline.manifest import CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
 from data_pipeline.parse import Parsed, truncate_lists
 from data_pipeline.parts import detect_schema, layout_of
@@ -96,16 +97,22 @@ def open_encoder(
     folder: Path,
     schema: LogSchema,
     *,
-    room: int | None = None,
+    room: int = sys.maxsize,
     threads: int = 1,
 ) -> Encoder:
-    """Open a data set's encoder, with its tables mapped into memory by `open_tables`.
+    """Open a data set's encoder, with its tables mapped into memory.
+
+    Args:
+        room: the most bytes of tables to keep in memory. The smallest tables are kept whole and shared by all threads.
+        threads: how many look up ids at once; of a table that isn't kept whole, each keeps a separate range.
 
     Raises:
         ValueError: a table is missing, or its size differs from the manifest's.
     """
     paths = [check_file(column.table, folder) for column in columns if column.table]
-    tables = iter(open_tables(paths, schema.key_dtype, room=room, threads=threads))
+    sizes = [path.stat().st_size for path in paths]
+    given = [share if share == size else share // threads for size, share in zip(sizes, shares(sizes, room), strict=True)]
+    tables = (IdSource(path, schema.key_dtype, share) for path, share in zip(paths, given, strict=True))
     return Encoder(
         schema=schema,
         integers=integers,

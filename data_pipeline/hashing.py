@@ -6,7 +6,9 @@ all workers share one copy, and a table larger than memory still works, with its
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,30 +17,29 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline import native
-from data_pipeline.native import Array, IdSourceStruct, Matrix
+from data_pipeline.native import Array, Matrix
 
 _RANGE_BYTES = 128 << 20  # written at a time; it determines the order of insertion and so the bytes of the file
 
 
-def allocate(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+def allocate(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     """Map a new file of zeros into memory. A full disk raises OSError here, not when the array is written."""
-    size = int(np.prod(shape)) * dtype.itemsize
     with path.open("wb") as file:
-        if size:
-            os.posix_fallocate(file.fileno(), 0, size)
-    return map_array(path, dtype, shape, writable=True)
+        if length:
+            os.posix_fallocate(file.fileno(), 0, length * dtype.itemsize)
+    return map_array(path, dtype, writable=True)
 
 
-def map_array(path: Path, dtype: np.dtype, shape: tuple[int, ...] = (-1,), *, writable: bool = False) -> np.ndarray:
+def map_array(path: Path, dtype: np.dtype, *, writable: bool = False) -> np.ndarray:
     """Map a file as an array; pages are read on first access."""
     if not path.stat().st_size:  # empty files cannot be mapped
-        return np.empty([max(length, 0) for length in shape], dtype)
-    return np.memmap(path, dtype, "r+" if writable else "r").reshape(shape)
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r+" if writable else "r")
 
 
 def release(array: np.ndarray) -> None:
     """Release the pages of a mapped file, which count as this process's memory; the file keeps what was written."""
-    native.release_pages(Array(array.reshape(-1).view(np.uint8), np.uint8))
+    native.release_pages(Array(array.view(np.uint8), np.uint8))
 
 
 def write_table(path: Path, blocks: Callable[[], Iterable[np.ndarray]], keys: int, dtype: np.dtype) -> None:
@@ -47,50 +48,40 @@ def write_table(path: Path, blocks: Callable[[], Iterable[np.ndarray]], keys: in
     Args:
         blocks: returns the keys in id order; it is called several times.
     """
-    pairs = allocate(path, dtype, (keys * 3 // 2 + 1, 2))  # a third of the slots stays free to keep probes short
-    step = _RANGE_BYTES // (2 * dtype.itemsize)
-    for first_slot in range(0, len(pairs), step):
+    slots = keys * 3 // 2 + 1  # a third stays free to keep probes short
+    pairs, step = allocate(path, dtype, 2 * slots), _RANGE_BYTES // (2 * dtype.itemsize)
+    for first_slot in range(0, slots, step):
         first_id = 1
         for block in blocks():
-            native.insert[dtype](Array(pairs.reshape(-1), dtype), Array(block, dtype), first_id, first_slot, first_slot + step)
+            native.insert[dtype](Array(pairs, dtype), Array(block, dtype), first_id, first_slot, first_slot + step)
             first_id += len(block)
         release(pairs)
 
 
-class IdSource:
-    """Gives ids by a table in a file, 0 for unknown keys, or by hashes alone: 1..buckets - 1.
+class IdSource(ctypes.Structure):
+    """Gives ids by a table in a file, 0 for unknown keys, or by hashes alone: 1..buckets - 1; `IdSource` of encode.cpp.
 
     Pickling stores the arguments, not the table's contents.
 
     Args:
-        room: the most bytes of the table that a thread may hold in memory; None for all.
+        room: the most bytes of the table that a thread may hold in memory.
         buckets: 0 if there is a table.
     """
 
+    _fields_ = (("pairs", Array), ("room", ctypes.c_int64), ("buckets", ctypes.c_int64))
+
     def __init__(
-        self, table: Path | None = None, dtype: npt.DTypeLike = np.uint64, room: int | None = None, buckets: int = 0
+        self, table: Path | None = None, dtype: npt.DTypeLike = np.uint64, room: int = sys.maxsize, buckets: int = 0
     ) -> None:
         self._arguments = (table, dtype, room, buckets)
-        self._pairs = map_array(table, np.dtype(dtype)) if table else np.empty(0, dtype)
-        is_whole = room is None or room >= self._pairs.nbytes
-        self.native = IdSourceStruct(Array(self._pairs, dtype), 0 if is_whole or room is None else max(room, 1), buckets)
+        self._kept = map_array(table, np.dtype(dtype)) if table else np.empty(0, dtype)
+        super().__init__(Array(self._kept, dtype), room, buckets)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return IdSource, self._arguments
 
 
-def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = None, threads: int = 1) -> tuple[IdSource, ...]:
-    """Open the tables of several columns, which share the room.
-
-    Args:
-        room: the most bytes of them to keep in memory; None for all. The smallest tables are kept whole and shared by all threads.
-        threads: how many look up ids at once; of a table that isn't kept whole, each keeps a separate range.
-    """
-    if room is None:
-        return tuple(IdSource(path, dtype) for path in paths)
-    sizes = [path.stat().st_size for path in paths]
-    given = [share if share == size else share // threads for size, share in zip(sizes, shares(sizes, room), strict=True)]
-    return tuple(IdSource(path, dtype, share) for path, share in zip(paths, given, strict=True))
+_ID_SOURCE = np.dtype(IdSource)  # takes 70 us to make
 
 
 def shares(sizes: Sequence[int], room: int) -> list[int]:
@@ -105,7 +96,7 @@ def shares(sizes: Sequence[int], room: int) -> list[int]:
 def encode_keys(id_sources: Sequence[IdSource], keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return ids int32 [C, n] for keys [C, n], 0 where missing or unknown, and how many in each column are 0, int64 [C]."""
     ids, zeros, dtype = np.empty(keys.shape, np.int32), np.empty(len(keys), np.int64), keys.dtype
-    columns = IdSourceStruct.array([source.native for source in id_sources])
+    columns: Any = (IdSource * len(id_sources))(*id_sources)
     arrays = (Matrix(keys, dtype), Matrix(missing, np.bool_), Matrix(ids, np.int32), Array(zeros, np.int64))
-    native.encode_keys[dtype](columns, *arrays)
+    native.encode_keys[dtype](Array(np.frombuffer(columns, _ID_SOURCE), _ID_SOURCE), *arrays)
     return ids, zeros

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +50,6 @@ class Matrix(ctypes.Structure):
             raise TypeError(f"expected contiguous {np.dtype(dtype)}, got an array of {array.dtype} with strides {array.strides}")
         super().__init__(array.ctypes.data, *array.shape, column_stride // size)
         self.array = array
-
-
-class IdSourceStruct(ctypes.Structure):
-    """`IdSource` of encode.cpp."""
-
-    _fields_ = (("pairs", Array), ("room", _int), ("buckets", _int))
-
-    @staticmethod
-    def array(columns: Sequence[IdSourceStruct]) -> Array:
-        """Pack the id sources of several columns."""
-        structures: Any = (IdSourceStruct * len(columns))(*columns)
-        return Array(np.frombuffer(structures, _ID_SOURCE), _ID_SOURCE)
-
-
-_ID_SOURCE = np.dtype(IdSourceStruct)  # takes 70 us to make
 
 
 class Schema(ctypes.Structure):

@@ -89,7 +89,7 @@ class PassOptions:
 
     @property
     def table_room(self) -> dict[str, int]:
-        """`room` and `threads` for `open_tables`: each process gets a share of the room; threads share all of it."""
+        """`room` and `threads` for `open_encoder`: each process gets a share of the room; threads share all of it."""
         if self.scheduler:
             return {"room": self.table_bytes // self.threads, "threads": 1}
         return {"room": self.table_bytes, "threads": self.threads}

@@ -62,7 +62,7 @@ def order_vocabularies(
 
 def _sample(job: Job, parts: Sequence[PartCounts], encoder: Encoder, sizes: np.ndarray, most_cells: int) -> _Sample:
     """Return the values of training rows; of long logs, those of evenly spaced parts."""
-    training = [part for part in parts if (job.splitting.by_row or part.first_row < job.bounds[0]) and part.rows]
+    training = [part for part in parts if part.rows and (job.splitting.by_row or part.split_rows[0] > 0)]
     cells = sum(part.rows for part in training) * len(sizes)
     chosen = {part.key: part.first_row for part in training[:: max(1, cells // most_cells)]}
     of_logs, logs = by_log(parts), dict.fromkeys(log for log, _ in chosen)

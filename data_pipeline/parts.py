@@ -92,18 +92,15 @@ def detect_schema(log: Source) -> LogSchema:
 def count_parts(log: Source, part_bytes: int) -> int | None:
     """Count a log's parts; None if that requires reading it to its end."""
     magic = _magic(log)
-    if magic.startswith(_PARQUET_MAGIC):
-        with _errors_of_reading(log):
-            return max(1, len(plan(_read_metadata(log), part_bytes)))
+    if (metadata := _parquet_metadata(log, magic)) is not None:
+        return max(1, len(plan(metadata, part_bytes)))
     return None if _compression(magic) else _count_plain(identify_log(log).bytes, part_bytes)
 
 
 def parquet_names(log: Source) -> tuple[str, ...] | None:
     """Return the column names of a Parquet log; None for other logs."""
-    if not _magic(log).startswith(_PARQUET_MAGIC):
-        return None
-    with _errors_of_reading(log):
-        return tuple(_read_metadata(log).schema.to_arrow_schema().names)
+    metadata = _parquet_metadata(log, _magic(log))
+    return None if metadata is None else tuple(metadata.schema.to_arrow_schema().names)
 
 
 def _first_lines(log: Source, size: int) -> bytes:
@@ -314,24 +311,19 @@ def plan(metadata: pq.FileMetaData, part_bytes: int) -> list[Slice]:
     filled, start = 0, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
-        rows = group.num_rows
-        size = _size(group)
-        parts_of_group = -(-size // part_bytes)
+        rows, size = group.num_rows, _size(group)
         if not rows:
             continue
-        if parts_of_group > 1:
-            step = max(1, -(-rows // parts_of_group))
+        if slices and filled + size <= part_bytes:
+            last = slices[-1]
+            slices[-1] = Slice(groups=range(last.groups.start, number + 1), skipped=0, rows=last.rows + rows, start=last.start)
+            filled += size
+        else:  # a group of more than a part is cut
+            step = -(-rows // max(1, -(-size // part_bytes)))
             slices += [
                 Slice(groups=range(number, number + 1), skipped=first, rows=min(step, rows - first), start=start + first)
                 for first in range(0, rows, step)
             ]
-            filled = part_bytes
-        elif slices and filled + size <= part_bytes:
-            last = slices[-1]
-            slices[-1] = Slice(groups=range(last.groups.start, number + 1), skipped=0, rows=last.rows + rows, start=last.start)
-            filled += size
-        else:
-            slices.append(Slice(groups=range(number, number + 1), skipped=0, rows=rows, start=start))
             filled = size
         start += rows
     return slices
@@ -342,9 +334,11 @@ def _size(group: pq.RowGroupMetaData) -> int:
     return max(group.total_byte_size, cells * _LEAST_CELL_BYTES)
 
 
-def _read_metadata(log: Source) -> pq.FileMetaData:
-    """Read a log's Parquet metadata."""
-    with open_log(log) as file:
+def _parquet_metadata(log: Source, magic: bytes) -> pq.FileMetaData | None:
+    """Read a log's Parquet metadata; None for other logs."""
+    if not magic.startswith(_PARQUET_MAGIC):
+        return None
+    with _errors_of_reading(log), open_log(log) as file:
         return pq.read_metadata(pa.PythonFile(file, mode="r"))
 
 

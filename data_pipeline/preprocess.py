@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from data_pipeline.count_pass import GroupCounts, IntegerCounts, count_logs, split_bounds, train_and_rest
+from data_pipeline.count_pass import GroupCounts, IntegerCounts, count_logs, train_and_rest
 from data_pipeline.encoder import open_encoder
 from data_pipeline.errors import UserError
 from data_pipeline.job import Job, open_job
@@ -57,8 +57,7 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
 
 
 def _run(job: Job, options: PreprocessOptions) -> Manifest:
-    parts = count_logs(job)
-    job = replace(job, bounds=split_bounds(job, parts))
+    job, parts = count_logs(job)
     groups = train_and_rest(job, parts)
     if not any(group.trains for group in groups):
         rows = sum(part.rows for part in parts)

@@ -16,6 +16,17 @@ _INTEGER = re.compile(rb"(-?0*[0-9]{1,10})(\.0+)?")
 _BOOLEANS = {b"false": 0, b"False": 0, b"FALSE": 0, b"true": 1, b"True": 1, b"TRUE": 1}
 _HEX = re.compile(rb"[0-9a-fA-F]{1,8}")
 
+EXPECTED = {
+    "label": "0 or 1",
+    "integer": "a 32-bit integer",
+    "int64": "a 64-bit integer",
+    "float": "a finite number",
+    "hex": "1 to 8 hex digits",
+    "category": "text or an integer",
+    "list": "a list of non-empty elements",
+    "weight": "a finite number of at least 0",
+    "time": "a time in ISO 8601, nor a number",
+}
 _MISSING = {b"na", b"nan", b"n/a", b"null", b"none", b"\\n"}  # as R, pandas, JSON, Python and MySQL write them
 
 Cell = int | list[int] | None
@@ -43,19 +54,19 @@ def parse_line(line: bytes, schema: LogSchema) -> list[Cell]:
 def _parse_cell(cell: bytes, column: Column) -> Cell:
     match column.kind:
         case "label":
-            return _BOOLEANS[cell] if cell in _BOOLEANS else _integer(cell, 0, 1, column, "0 or 1")
+            return _BOOLEANS[cell] if cell in _BOOLEANS else _integer(cell, 0, 1, column)
         case "integer":
-            return _integer(cell, -(2**31), 2**31 - 1, column, "a 32-bit integer") if cell else None
+            return _integer(cell, -(2**31), 2**31 - 1, column) if cell else None
         case "hex":
             if cell and not _HEX.fullmatch(cell):
-                raise _malformed(column, cell, "1 to 8 hex digits")
+                raise Malformed(mismatch(cell, column))
             return int(cell, 16) if cell else None
         case "category":
             return hash_text(cell) if cell else None
         case "list":
             elements = cell.split(column.separator.encode()) if cell else []
             if not all(elements):
-                raise _malformed(column, cell, "a list of non-empty elements")
+                raise Malformed(mismatch(cell, column))
             return [hash_text(element) for element in elements]
         case "ignore":
             return None
@@ -63,28 +74,20 @@ def _parse_cell(cell: bytes, column: Column) -> Cell:
             raise AssertionError(f"columns of kind {column.kind} are not parsed by line")
 
 
-def _integer(cell: bytes, low: int, high: int, column: Column, expected: str) -> int:
+def _integer(cell: bytes, low: int, high: int, column: Column) -> int:
     matched = _INTEGER.fullmatch(cell)
     if not matched or not low <= int(matched[1]) <= high:
-        raise _malformed(column, cell, expected)
+        raise Malformed(mismatch(cell, column))
     return int(matched[1])
 
 
-def _malformed(column: Column, cell: bytes, expected: str) -> Malformed:
-    return Malformed(mismatch(cell, column, expected))
-
-
-def mismatch(cell: bytes, column: Column, expected: str) -> str:
+def mismatch(cell: bytes, column: Column) -> str:
     """Say what a cell is not, and how a schema can allow it."""
     hint = ""
     if column.kind in ("integer", "int64", "float", "hex") and cell.lower() in _MISSING:
         hint = f"; if it stands for a missing value, set missing = [{json.dumps(cell.decode())}] in the schema"
-    return f"{column.name} {quoted(cell)} is not {expected}{hint}"
-
-
-def quoted(cell: bytes) -> str:
-    """Quote a cell's first 40 bytes for a one-line message, escaping what is not printable ASCII."""
-    return repr(cell[:40])[1:]
+    quoted = repr(cell[:40])[1:]  # escapes what isn't printable ASCII, so that the message is one line
+    return f"{column.name} {quoted} is not {EXPECTED[column.kind]}{hint}"
 
 
 def hash_text(text: bytes) -> int:

@@ -202,12 +202,17 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     if not isinstance(columns, dict) or not columns:
         raise UserError('it needs a table [columns] with lines such as price = "integer"')
     separator = _byte(content.get("separator", "," if content.get("format") == "csv" else "\t"), refused='\r\n-".')
+    header, missing = content.get("header", False), content.get("missing", [])
+    if not isinstance(header, bool):
+        raise UserError(f"header is {header!r}; write true or false, without quotes")
+    if not isinstance(missing, list) or not all(isinstance(text, str) and text for text in missing):
+        raise UserError(f'missing is {missing!r}; write a list of texts, such as ["NA", "NaN"]')
     schema = LogSchema(
         columns=tuple(_column(name, entry) for name, entry in columns.items()),
         separator=separator,
         format=_one_of("format", content.get("format", "csv" if separator == "," else "text"), Format),
-        header=_header(content.get("header", False)),
-        missing=_missing(content.get("missing", [])),
+        header=header,
+        missing=tuple(missing),
     )
     kinds: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("time", "times"))
     for kind, plural in kinds:
@@ -260,18 +265,6 @@ def _one_of(setting: str, value: object, choices: Any) -> Any:
     if value not in get_args(choices):
         raise UserError(f"{setting} {value!r} is unknown; choose one of {', '.join(get_args(choices))}")
     return value
-
-
-def _header(header: object) -> bool:
-    if not isinstance(header, bool):
-        raise UserError(f"header is {header!r}; write true or false, without quotes")
-    return header
-
-
-def _missing(texts: object) -> tuple[str, ...]:
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise UserError(f'missing is {texts!r}; write a list of texts, such as ["NA", "NaN"]')
-    return tuple(texts)
 
 
 def _byte(separator: object, refused: str = '\r\n-"') -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_pipeline.arrow import to_arrow, to_lists
+from data_pipeline.arrow import to_arrow
 from data_pipeline.hashing import IdSource, encode_keys
 from data_pipeline.manifest import IntegerColumn
 from data_pipeline.parse import Parsed, list_elements
@@ -59,7 +59,8 @@ class Encoder:
         for number in range(len(parsed.list_ends)):
             elements, lengths, at_zero = self.list(parsed, number, rows)
             zeros = np.append(zeros, at_zero)
-            arrays.append(to_lists(elements, lengths))
+            ends = np.concatenate([[0], np.cumsum(lengths)], dtype=np.int32)
+            arrays.append(pa.ListArray.from_arrays(to_arrow(ends), to_arrow(elements)))
         return pa.Table.from_arrays(arrays, schema=self.columns), zeros
 
     def numbers(self, parsed: Parsed, rows: Rows) -> np.ndarray:

@@ -55,12 +55,10 @@ class Splitting:
         return schema
 
     def drawn(self, log: int, starts: np.ndarray) -> np.ndarray:
-        """Draw random splits as indices into SPLITS, int8 [n], from the positions of rows in their log, int64 [n]."""
+        """Draw random splits as indices into SPLITS [n], from the positions of rows in their log, int64 [n]."""
         key = mix64(np.array([self.seed], np.uint64) ^ mix64(np.array([log], np.uint64)))
         uniform = (mix64(starts.astype(np.uint64) ^ key) >> np.uint64(11)).astype(np.float64) / (1 << 53)
-        return np.searchsorted([1 - self.val_fraction - self.test_fraction, 1 - self.test_fraction], uniform, side="right").astype(
-            np.int8
-        )
+        return np.searchsorted([1 - self.val_fraction - self.test_fraction, 1 - self.test_fraction], uniform, side="right")
 
     def bounds(self, rows_of_logs: Sequence[int]) -> tuple[int, int]:
         """Return the numbers of the first validation and test rows, if splits go by position."""

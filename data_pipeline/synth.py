@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -113,11 +112,13 @@ def synth(options: SynthOptions) -> dict[str, Any]:
     model = PlantedModel(**chosen)
     uniform = np.random.default_rng([options.seed, 0])
     whole, last_tenth = _Scorer(), _Scorer()
-    test_start = options.rows - options.rows // 10
+    test_start, is_compressed = options.rows - options.rows // 10, options.output.suffix == ".gz"
     with (
         work_folder(options.output, identity={}, files=None, overwrite=options.overwrite, tell=lambda line: None) as work,
         replacing(work.data / options.output.name) as path,
-        _create(path, compress=options.output.suffix == ".gz") as file,
+        path.open("wb") as log,
+        # Without name and time in the header, equal logs are equal files.
+        gzip.GzipFile("", "wb", compresslevel=4, fileobj=log, mtime=0) if is_compressed else nullcontext(log) as file,
         tqdm(total=options.rows, desc="drawing", unit="row", unit_scale=True, disable=None) as bar,
     ):
         for start in range(0, options.rows, _CHUNK_ROWS):
@@ -130,17 +131,6 @@ def synth(options: SynthOptions) -> dict[str, Any]:
     truth = chosen | {"last_tenth": last_tenth.scores()} | (whole.scores() or {})
     write_json(truth_path(options.output), truth)
     return truth
-
-
-@contextmanager
-def _create(path: Path, *, compress: bool) -> Iterator[IO[bytes] | gzip.GzipFile]:
-    with path.open("wb") as file:
-        if not compress:
-            yield file
-            return
-        # Without name and time in the header, equal logs are equal files.
-        with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=4, mtime=0) as compressed:
-            yield compressed
 
 
 def _write_rows(rows: PlantedRows, file: IO[bytes] | gzip.GzipFile) -> None:

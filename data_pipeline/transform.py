@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_pipeline.atomic import refuse_overlap, replacing
-from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
+from data_pipeline.count_pass import count_logs, train_and_rest
 from data_pipeline.encoder import schema_of_new_logs
 from data_pipeline.errors import UserError
 from data_pipeline.job import Job, open_job
@@ -91,10 +91,9 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
 
 
 def _run(job: Job, source: Manifest, data: Path) -> Manifest:
-    parts = count_logs(job)
+    job, parts = count_logs(job)
     if not any(part.rows for part in parts):
         raise UserError("`input` holds no well-formed lines; give logs with rows to encode")
-    job = replace(job, bounds=split_bounds(job, parts))
     known, extended = source.categorical_columns, dict[int, CategoricalColumn]()
     if job.counted:
         groups = train_and_rest(job, parts)

@@ -84,24 +84,16 @@ def _fit(
     """Describe a column by its values, which are empty if they were not counted."""
     column = job.schema.column_of(job.schema.categories[number])
     buckets = options.buckets_of(column)
-    described = CategoricalColumn(
-        name=column.name,
-        num_embeddings=buckets or 0,
-        distinct=None,
-        missing=sum(group.missing[number] for group in groups),
-        min_count=0,
-        rows_at_zero={},
-        vocabulary=None,
-        is_list=column.kind == "list",
-    )
+    missing = sum(group.missing[number] for group in groups)
+    described = partial(CategoricalColumn, name=column.name, missing=missing, rows_at_zero={}, is_list=column.kind == "list")
     if buckets is not None:
-        return described
+        return described(num_embeddings=buckets, distinct=None, min_count=0, vocabulary=None)
     min_count, dtype, work = options.min_counts.get(column.name, options.min_count), job.schema.key_dtype, job.work.path / "tables"
     with ranked(column.name, values, key_dtype=dtype, min_count=min_count, work=work) as (frequent, distinct):
         data = job.work.ranked if options.order == "similarity" else job.work.data
         file, table = write_vocabulary(column.name, frequent.counted, len(frequent), key_dtype=dtype, data=data)
-        vocabulary: dict[str, Any] = {"distinct": distinct, "num_embeddings": len(frequent) + 1}
-    return replace(described, **vocabulary, min_count=min_count, vocabulary=file, table=table)
+        ids = len(frequent) + 1
+    return described(num_embeddings=ids, distinct=distinct, min_count=min_count, vocabulary=file, table=table)
 
 
 def extend_vocabulary(job: Job, column: CategoricalColumn, known: Path, values: Iterable[Counted]) -> CategoricalColumn:
@@ -174,7 +166,7 @@ def ranked(
         raise UserError(
             f"{name} has {len(frequent)} values with at least {min_count} rows; raise `min_count` {name}={min_count + 1}"
         )
-    ordered = allocate(by_id.path, dtype, (len(frequent),))
+    ordered = allocate(by_id.path, dtype, len(frequent))
     for ids, block in zip(_ids_by_count(frequent), frequent.blocks(), strict=True):
         ordered[ids - 1] = block
         release(ordered)

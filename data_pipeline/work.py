@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,11 +41,11 @@ FOLDERS = ("counts", "tables", "ranked/vocabulary", "shards", "data")
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
+@dataclass(frozen=True)
 class WorkFolder:
     """Records and files of a run."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     @property
     def data(self) -> Path:

@@ -32,7 +32,7 @@ from data_pipeline.parts import Part, inputs_changed
 from data_pipeline.passes import Key, PartRecord, pass_over
 from data_pipeline.schema import LogSchema
 from data_pipeline.shards import Encoder
-from data_pipeline.splits import Rows, rows_by_position
+from data_pipeline.splits import Rows
 
 Planned = tuple[int, dict[str, Shard]]  # the number of a part's first row, and its shards by split
 
@@ -67,7 +67,7 @@ def write_logs(
         categories: all but how many ids are 0.
     """
     encoder = open_encoder(integers, categories, job.work.data, job.schema, **job.options.table_room)
-    work, planned, rows = partial(_write, encoder), _plan(job, parts), sum(part.rows for part in parts)
+    work, planned, rows = partial(_write, encoder), _plan(parts), sum(part.rows for part in parts)
     records = pass_over(job, work, WrittenPart, folder="shards", description="writing", details=planned, total=rows)
     written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
     for record in records:
@@ -132,18 +132,13 @@ def _write_shard(encoder: Encoder, data: Path, split: str, shard: Shard, parsed:
     )
 
 
-def _plan(job: Job, parts: Sequence[PartCounts]) -> dict[Key, Planned]:
+def _plan(parts: Sequence[PartCounts]) -> dict[Key, Planned]:
     """Plan the shards of every part, one for each of the splits that its rows belong to, numbered in order within the split."""
     planned: dict[Key, Planned] = {}
     numbers = Counter[str]()
     for part in parts:
-        if job.splitting.by_row:
-            sizes = dict(zip(SPLITS, part.split_rows, strict=True))
-        else:
-            by_position = rows_by_position(part.first_row, part.rows, job.bounds)
-            sizes = {split: rows.stop - rows.start for split, rows in by_position.items()}
         shards = {}
-        for split, rows in sizes.items():
+        for split, rows in zip(SPLITS, part.split_rows, strict=True):
             if rows:
                 shards[split] = Shard(path=f"{split}/part-{numbers[split]:05d}.parquet", rows=rows)
                 numbers[split] += 1

@@ -64,14 +64,11 @@ TIME = Parsed("TIME", _seconds)
 @click.option("--rows", type=int, required=True, help="Lines to write.")
 @click.option("--output", type=_PATH, required=True, metavar="RAW", help="The log; a name ending in .gz compresses it.")
 @click.option(
-    "--seed",
-    default=0,
-    show_default=True,
-    help="Seed of the planted model, its values and its rows: logs of different seeds share no values.",
+    "--seed", default=0, help="Seed of the planted model, its values and its rows: logs of different seeds share no values."
 )
-@click.option("--scale", default=1.0, show_default=True, help="Factor on the cardinalities of the Kaggle log.")
-@click.option("--decay", default=DECAY, show_default=True, help="How fast effects shrink with a value's rarity; with 0 they don't.")
-@click.option("--groups", default=0.0, show_default=True, help="How much values that occur together have in common, from 0 to 1.")
+@click.option("--scale", default=1.0, help="Factor on the cardinalities of the Kaggle log.")
+@click.option("--decay", default=DECAY, help="How fast effects shrink with a value's rarity; with 0 they don't.")
+@click.option("--groups", default=0.0, help="How much values that occur together have in common, from 0 to 1.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing log.")
 def synth(rows: int, output: Path, **chosen: Any) -> None:
     """Write logs in Criteo's format from a planted model, and the best reachable scores beside them.
@@ -105,16 +102,9 @@ def _pass_options(command: _Command) -> _Command:
             help="Logs in time order: files, or URLs such as s3://bucket/day_*.gz.",
         ),
         click.argument("more_inputs", nargs=-1, metavar=""),
-        click.option("--max-bad-rows", default=0, show_default=True, help="Most malformed lines to drop before the run stops."),
-        click.option(
-            "--part-size",
-            "part_bytes",
-            type=BYTES,
-            default="16MiB",
-            show_default=True,
-            help="Bytes of text in a part, the unit of work.",
-        ),
-        click.option("--memory-limit", type=BYTES, default="2GiB", show_default=True, help="Memory for the parts in work at once."),
+        click.option("--max-bad-rows", default=0, help="Most malformed lines to drop before the run stops."),
+        click.option("--part-size", "part_bytes", type=BYTES, default="16MiB", help="Bytes of text in a part, the unit of work."),
+        click.option("--memory-limit", type=BYTES, default="2GiB", help="Memory for the parts in work at once."),
         click.option("--workers", type=int, metavar="N", help="Threads; default one per core, if memory allows."),
         click.option(
             "--scheduler", metavar="ADDRESS|local", help="Work on a Dask cluster: tcp://host:8786, or processes on this machine."
@@ -152,7 +142,6 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     "--order",
     type=click.Choice(get_args(Order)),
     default="frequency",
-    show_default=True,
     help="Number values by frequency, or such that values which occur with the same others are neighbors, in bands of frequency.",
 )
 @click.option("--hash-buckets", type=int, metavar="N", help="Give ids 1..N-1 by hash, without vocabularies.")
@@ -160,12 +149,11 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     "--split",
     type=click.Choice(get_args(SplitKind)),
     default="chronological",
-    show_default=True,
     help="In order; by file, halving the last one for validation and test; at random; or by a column of times.",
 )
-@click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows for validation, just before the test rows.")
-@click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows for the test, at the end.")
-@click.option("--seed", default=0, show_default=True, help="Seed of a split at random.")
+@click.option("--val-fraction", default=0.1, help="Share of the rows for validation, just before the test rows.")
+@click.option("--test-fraction", default=0.1, help="Share of the rows for the test, at the end.")
+@click.option("--seed", default=0, help="Seed of a split at random.")
 @click.option("--val-from", type=TIME, metavar="TIME", help="Start of validation, by time: 2026-01-31T12:00 or a number.")
 @click.option("--test-from", type=TIME, metavar="TIME", help="Start of the test, likewise.")
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
@@ -205,7 +193,6 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
     "--split",
     type=click.Choice(("source", *SPLITS)),
     default="source",
-    show_default=True,
     help="Put all new rows in one split, or divide them as the data set's logs were.",
 )
 @click.option("--extend", is_flag=True, help="Give new values in training rows ids after the known ones.")

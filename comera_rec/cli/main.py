@@ -65,7 +65,9 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
+)
 @click.version_option(package_name="comera-rec")
 def cli() -> None:
     """Train recommendation models in compressed form: raw logs in, a model with tensor-train tables out.

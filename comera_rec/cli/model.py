@@ -28,8 +28,8 @@ from data_pipeline.errors import UserError
 @click.command()
 @click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="RUN", help="Folder of a run.")
 @click.option("--data", required=True, type=click.Path(), metavar="DATA", help="Folder of a preprocessed data set.")
-@click.option("--split", default="test", show_default=True, help="Split to evaluate: train, val or test.")
-@click.option("--batch-size", default=2048, show_default=True, help="Rows in a batch.")
+@click.option("--split", default="test", help="Split to evaluate: train, val or test.")
+@click.option("--batch-size", default=2048, help="Rows in a batch.")
 @click.option("--last", is_flag=True, help="Use the last checkpoint even if the run keeps its best one.")
 def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> None:
     """Print AUC, NE and logloss of a run's last checkpoint, or its best one if training.keep_best kept it, as one JSON line.
@@ -76,13 +76,9 @@ def compress(run: str, config_path: str, output: str, overrides: tuple[str, ...]
 )
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; default the one the run was trained on.")
 @click.option(
-    "--form",
-    type=click.Choice(list(FORMS)),
-    default="portable",
-    show_default=True,
-    help="fast: needs libcomera_rec.so, which is copied beside it.",
+    "--form", type=click.Choice(list(FORMS)), default="portable", help="fast: needs libcomera_rec.so, which is copied beside it."
 )
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", help="How tables are stored.")
 @click.option("--last", is_flag=True, help="Use the last checkpoint even if the run keeps its best one.")
 @click.pass_context
 def export(context: click.Context, run: Path, output: Path, **options: Any) -> None:

@@ -23,25 +23,18 @@ def _not_nan(context: click.Context, parameter: click.Parameter, value: float) -
 @click.command()
 @click.option("--model", type=_PATH, required=True, metavar="MODEL.pt2", help="A file that `comera export` wrote.")
 @click.option("--data", type=_PATH, help="Data set whose vocabularies encode raw rows; default the one the model was trained on.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on; 0 for a free one.")
-@click.option("--threads", type=_COUNT, default=1, show_default=True, help="Threads that the model may use.")
-@click.option(
-    "--max-batch", type=_COUNT, default=256, show_default=True, help="Maximum rows of a model call that answers several requests."
-)
-@click.option(
-    "--max-queue", type=_COUNT, default=16_384, show_default=True, help="Maximum rows that wait; further requests are answered 503."
-)
-@click.option(
-    "--max-rows", type=_COUNT, default=4096, show_default=True, help="Maximum rows of a request; a longer one is refused."
-)
-@click.option("--max-body", type=_COUNT, default=8 << 20, show_default=True, metavar="BYTES", help="Maximum bytes of a request.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 for a free one.")
+@click.option("--threads", type=_COUNT, default=1, help="Threads that the model may use.")
+@click.option("--max-batch", type=_COUNT, default=256, help="Maximum rows of a model call that answers several requests.")
+@click.option("--max-queue", type=_COUNT, default=16_384, help="Maximum rows that wait; further requests are answered 503.")
+@click.option("--max-rows", type=_COUNT, default=4096, help="Maximum rows of a request; a longer one is refused.")
+@click.option("--max-body", type=_COUNT, default=8 << 20, metavar="BYTES", help="Maximum bytes of a request.")
 @click.option(
     "--reload-seconds",
     type=click.FloatRange(0.01),
     callback=_not_nan,
     default=1.0,
-    show_default=True,
     help="Seconds between checks for a new version of the file.",
 )
 def serve(**chosen: Any) -> None:

@@ -26,10 +26,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +43,8 @@ from data_pipeline.arrow import to_arrow
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import REMEDY, Manifest, check_shards, read_manifest
 from data_pipeline.sources import Source, join, open_ranges
+
+Item = TypeVar("Item")
 
 
 class RowRange(NamedTuple):
@@ -221,7 +224,7 @@ class ParquetBatches(IterableDataset[Batch]):
         ends = [end(batch) for batch in range(first - 1, count)]
         chunks = self._chunks(epoch, share, ends[0])
         sizes = (stop - start for start, stop in itertools.pairwise(ends))
-        return _cut(chunks if pool is None else _read_ahead(chunks, pool), sizes)
+        return _cut(chunks if pool is None else read_ahead(chunks, pool), sizes)
 
     def _chunks(self, epoch: int, share: tuple[int, int], skip: int) -> Iterator[pa.RecordBatch]:
         """Yield a reader's share of an epoch's rows from its row `skip` on, buffer by buffer, permuted within each."""
@@ -303,15 +306,14 @@ class ParquetBatches(IterableDataset[Batch]):
         return Batch(dense=dense, sparse=sparse, labels=labels, weights=weights.flatten() if self._weight_names else None)
 
 
-def _read_ahead(chunks: Iterator[pa.RecordBatch], pool: ThreadPoolExecutor) -> Iterator[pa.RecordBatch]:
-    """Let a pool read the first chunk at once, and each next one while the one before is used."""
-    waiting = pool.submit(next, chunks, None)
+def read_ahead(items: Iterator[Item], pool: ThreadPoolExecutor, count: int = 1) -> Iterator[Item]:
+    """Let a pool read the first items at once, and a next one whenever one is taken; of a pool, one thread at a time reads them."""
+    waiting = deque(pool.submit(next, items, None) for _ in range(count))
 
-    def read() -> Iterator[pa.RecordBatch]:
-        nonlocal waiting
-        while (chunk := waiting.result()) is not None:
-            waiting = pool.submit(next, chunks, None)
-            yield chunk
+    def read() -> Iterator[Item]:
+        while (item := waiting.popleft().result()) is not None:
+            waiting.append(pool.submit(next, items, None))
+            yield item
 
     return read()
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 
 from comera_rec.data.batch import Batch
-from comera_rec.data.batches import ParquetBatches
+from comera_rec.data.batches import ParquetBatches, read_ahead
 
 
 class BatchLoader:
@@ -27,20 +26,13 @@ class BatchLoader:
         self._state = batches.state_dict()
 
     def __iter__(self) -> Generator[Batch]:
-        batches = iter(self.batches)
-
-        def read() -> tuple[Batch, dict[str, int]] | None:
-            batch = next(batches, None)
-            if batch is None:
-                return None
+        def with_state(batch: Batch) -> tuple[Batch, dict[str, int]]:
             return batch.pin_memory() if self.pin_memory else batch, self.batches.state_dict()
 
         thread = ThreadPoolExecutor(1, "BatchLoader")
         try:
-            ahead = deque(thread.submit(read) for _ in range(self.prefetch))
-            while (item := ahead.popleft().result()) is not None:
-                ahead.append(thread.submit(read))
-                batch, self._state = item
+            for batch, state in read_ahead(map(with_state, self.batches), thread, self.prefetch):
+                self._state = state
                 yield batch
         finally:
             thread.shutdown(cancel_futures=True)

@@ -78,26 +78,22 @@ def ratio(value: float, other: float) -> str:
 
 
 def _smaller(value: float, baseline: float) -> str:
-    return f"{ratio(baseline, value)} smaller" if value < baseline else f"{ratio(value, baseline)}"
+    return f"{ratio(baseline, value)} smaller" if value < baseline else ratio(value, baseline)
 
 
 def _difference(value: float, baseline: float) -> str:
     return f"{value - baseline:+.4f}"
 
 
-def _decimals(places: int) -> Callable[[float], str]:
-    return lambda value: f"{value:,.{places}f}"
-
-
 COLUMNS = (
     Column(key="params", title="Parameters", text=count, relative=_smaller),
     Column(key="bytes", title="Model", text=size, relative=_smaller),
     Column(key="table_bytes", title="Tables", text=size, relative=_smaller),
-    Column(key="auc", title="AUC", text=_decimals(4), relative=_difference),
-    Column(key="ne", title="NE", text=_decimals(4), relative=_difference),
-    Column(key="logloss", title="Logloss", text=_decimals(4), relative=_difference),
-    Column(key="step_ms", title="ms / step", text=_decimals(1), relative=ratio),
-    Column(key="peak_mib", title="Peak MiB", text=_decimals(0), relative=ratio),
+    Column(key="auc", title="AUC", text="{:,.4f}".format, relative=_difference),
+    Column(key="ne", title="NE", text="{:,.4f}".format, relative=_difference),
+    Column(key="logloss", title="Logloss", text="{:,.4f}".format, relative=_difference),
+    Column(key="step_ms", title="ms / step", text="{:,.1f}".format, relative=ratio),
+    Column(key="peak_mib", title="Peak MiB", text=count, relative=ratio),
 )
 
 

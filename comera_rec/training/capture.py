@@ -107,7 +107,8 @@ class CapturedUpdate:
 
     def __call__(self, batch: Batch) -> Tensor:
         """Update the model; return the loss, which stays on the device. The batch's memory may become the graph's."""
-        layout = _layout(batch), [_constant(group["lr"]) for each in self._optimizers for group in each.param_groups]
+        rates = [group["lr"] for each in self._optimizers for group in each.param_groups]
+        layout = _layout(batch), [id(rate) if isinstance(rate, Tensor) else rate for rate in rates]
         if layout != self._last_layout:
             self.reset()
             self._last_layout = layout
@@ -145,10 +146,6 @@ def _layout(batch: Batch) -> Hashable:
     """Return what two batches must have in common for one graph to serve both."""
     sizes, sparse = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(batch)), batch.sparse
     return sizes, tuple(sparse.keys()), tuple(sparse.length_per_key()), has_one_per_row(sparse)  # what is shared isn't written
-
-
-def _constant(rate: float | Tensor) -> Hashable:
-    return id(rate) if isinstance(rate, Tensor) else rate
 
 
 @contextmanager

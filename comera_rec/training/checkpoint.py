@@ -147,6 +147,11 @@ class Checkpoint:
         self.read_into(tensors)
         return tensors
 
+    def read_named(self, prefix: str, suffix: str = "") -> dict[str, Tensor]:
+        """Read the tensors whose names begin and end so; return them by what is between."""
+        names = [name for name in self.sizes if name.startswith(prefix) and name.endswith(suffix)]
+        return {name.removeprefix(prefix).removesuffix(suffix): tensor for name, tensor in self.read(names).items()}
+
     def read_into(self, tensors: Mapping[str, Any]) -> None:
         """Fill tensors (plain ones, DTensors and ShardedTensors) with what was saved under their names.
 

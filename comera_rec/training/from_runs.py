@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from comera_rec.convert import fit_tables_
 from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
-from comera_rec.training.checkpoint import Checkpoint, latest_checkpoint
+from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model, table_configs
 from comera_rec.training.runs import CHECKPOINTS, open_run, require_data, require_successor
@@ -46,18 +46,12 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
         raise UserError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
     require_data(dense, schema, config.data.path, Schema.from_manifest(read_manifest(config.data.path)))
     model = build_model(config, schema)
-    dense_weights = {name.removeprefix("model/"): value for name, value in _read(checkpoint, "model/").items()}
-    sums = _read(checkpoint, "tables/", "/momentum1")
-    importance = {name.removeprefix("tables/").removesuffix("/momentum1"): value for name, value in sums.items()}
-    copy_weights_(model, dense_weights, _table_budget(config, schema), importance)
+    importance = checkpoint.read_named("tables/", "/momentum1")
+    copy_weights_(model, checkpoint.read_named("model/"), _table_budget(config, schema), importance)
     trainer = Trainer(config, model)
     with trainer.locked():
         trainer.save()
     return trainer
-
-
-def _read(checkpoint: Checkpoint, prefix: str, suffix: str = "") -> dict[str, Tensor]:
-    return checkpoint.read([name for name in checkpoint.sizes if name.startswith(prefix) and name.endswith(suffix)])
 
 
 @torch.no_grad()

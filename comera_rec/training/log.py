@@ -72,7 +72,7 @@ class MetricsLog:
             self._board = None
 
 
-class Progress:
+class Progress(tqdm):
     """Shows how far a run is, by a bar on terminals and a line now and then elsewhere.
 
     Args:
@@ -80,28 +80,19 @@ class Progress:
     """
 
     def __init__(self, name: str, steps: int, total: int, *, shown: bool) -> None:
-        self._name, self._total = name, total
         if shown and steps:
             tell(f"{name}: resuming from step {steps:,} of {total:,}")
-        self._bar = tqdm(total=total, initial=steps, unit="step", desc=name, disable=None if shown else True)
-        self._prints_lines = shown and self._bar.disable
+        super().__init__(total=total, initial=steps, unit="step", desc=name, disable=None if shown else True)
+        self._name, self._prints_lines = name, shown and self.disable
         self._last_line = time.monotonic(), steps
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._bar.close()
-
-    def step(self) -> None:
-        """Count a step."""
-        self._bar.update()
 
     def observe(self, steps: int, loss: float) -> None:
         """Show the mean loss of the last steps."""
-        self._bar.set_postfix(loss=f"{loss:.4f}")
+        self.set_postfix(loss=f"{loss:.4f}")
         (then, before), now = self._last_line, time.monotonic()
         if self._prints_lines and now - then >= _SECONDS_BETWEEN_LINES and steps > before:
             each = (now - then) / (steps - before)
-            tell(f"{self._name}: step {steps:,} of {self._total:,}, loss {loss:.4f}, {each:.2g} s a step")
+            tell(f"{self._name}: step {steps:,} of {self.total:,}, loss {loss:.4f}, {each:.2g} s a step")
             self._last_line = now, steps
 
 

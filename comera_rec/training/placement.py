@@ -100,17 +100,14 @@ def _shard(model: nn.Module, device: torch.device, batch_size: int, lr_tables: f
         for config in module.embedding_bag_configs()
     }
     local_world_size = min(launcher_number("LOCAL_WORLD_SIZE", WORLD.size), WORLD.size)
-    topology = Topology(WORLD.size, device.type, local_world_size=local_world_size, **_room(device, local_world_size))
+    if device.type == "cuda":
+        room = {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
+    else:
+        room = {"ddr_cap": host_memory() // local_world_size}
+    topology = Topology(WORLD.size, device.type, local_world_size=local_world_size, **room)
     planner = TTShardingPlanner(topology, batch_size, constraints=constraints)
     plan = planner.collective_plan(model, sharders)
     return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
-
-
-def _room(device: torch.device, processes_of_host: int) -> dict[str, int]:
-    """Return the bytes of memory that a process may use, by the planner's names."""
-    if device.type == "cuda":
-        return {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
-    return {"ddr_cap": host_memory() // processes_of_host}
 
 
 def host_memory(limits: Sequence[Path] = _CONTAINER_LIMITS) -> int:
@@ -141,8 +138,6 @@ def device_of(name: str) -> torch.device:
 
 def name_of(device: torch.device) -> str:
     """Name the hardware that results are measured on."""
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

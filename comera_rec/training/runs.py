@@ -15,7 +15,6 @@ from comera_rec.distributed import WORLD
 from comera_rec.training.checkpoint import Checkpoint, checkpoint_at, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model
-from comera_rec.training.state import load_model_
 from data_pipeline.errors import UserError
 from data_pipeline.manifest import MANIFEST_NAME, Manifest, file_sha256, read_manifest
 
@@ -152,7 +151,9 @@ def load_run(folder: str | Path, *, last: bool = False) -> tuple[nn.Module, RunC
     try:
         opened = open_run(folder, last=last)
         config, schema = parse_config(opened.record["config"]), Schema.from_dict(opened.record["schema"])
-        return load_model_(build_model(config, schema), opened).eval(), config, schema
+        model = build_model(config, schema)
+        model.load_state_dict(opened.read_named("model/"))  # with its ranks
+        return model.eval(), config, schema
     except (LookupError, TypeError, AttributeError, ValidationError, RuntimeError, MemoryError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder} holds a checkpoint whose model can't be made ({reason}): give another run") from error

@@ -108,10 +108,3 @@ def local_parts(value: Any) -> list[tuple[Tensor, int]]:
 
 def _named(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def load_model_(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
-    """Give a model of one process the ranks and weights of a checkpoint."""
-    names = [name for name in checkpoint.sizes if name.startswith("model/")]
-    model.load_state_dict(_named(checkpoint.read(names), "model/"))
-    return model

@@ -117,18 +117,14 @@ class Trainer:
         return has_tables and self.device.type == "cpu" and not (ranks and ranks.beta)
 
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
-        data, process_rank, world_size = self.config.data, WORLD.process_rank, WORLD.size
-        threads = 0 if self.device.type == "cpu" else _THREADS
+        data, threads = self.config.data, 0 if self.device.type == "cpu" else _THREADS
+        settings: dict[str, Any] = {"batch_size": data.eval_batch_size}
         if shuffle:
-            readers = math.lcm(world_size, math.gcd(_READERS, self.part_size * world_size))
-            batches = ParquetBatches(
-                data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows, seed=self.config.seed,
-                epochs=None, drop_last=True, process_rank=process_rank, world_size=world_size, readers=readers, threads=threads,
-            )  # fmt: skip
-        else:
-            batches = ParquetBatches(
-                data.path, split, batch_size=data.eval_batch_size, process_rank=process_rank, world_size=world_size, threads=threads
-            )
+            readers = math.lcm(WORLD.size, math.gcd(_READERS, self.part_size * WORLD.size))
+            settings = {"batch_size": self.part_size, "shuffle": True, "shuffle_rows": data.shuffle_rows, "seed": self.config.seed}
+            settings |= {"epochs": None, "drop_last": True, "readers": readers}
+        shared: dict[str, Any] = {"process_rank": WORLD.process_rank, "world_size": WORLD.size, "threads": threads}
+        batches = ParquetBatches(data.path, split, **shared, **settings)
         if fingerprint(batches.manifest) != fingerprint(self.manifest):  # its ids may mean other values
             raise UserError(f"{data.path} was replaced during the run: put back the data set that was there, or start anew")
         return batches
@@ -250,13 +246,13 @@ class Trainer:
         progress = Progress(self.folder.name, self.steps, self.total_steps, shown=WORLD.is_first)
         losses: list[Tensor] = []
         interval_start = time.perf_counter()
-        with contextlib.closing(progress), contextlib.closing(iter(self.loader)) as batches:
+        with progress, contextlib.closing(iter(self.loader)) as batches:
             while self._unfinished():
                 losses.append(self._step(batches))
                 if math.isnan(self.first_step_ms):
                     losses[0].cpu()  # waits for the device
                     self.first_step_ms = 1e3 * (time.perf_counter() - interval_start)
-                progress.step()
+                progress.update()
                 stopping = self.signals.after_step()
                 finished = self.steps >= self.total_steps
                 saving = bool(stopping or _due(self.steps, training.checkpoint_every)) and not finished

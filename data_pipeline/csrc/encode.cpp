@@ -67,8 +67,7 @@ void release(Array<T> file) {
   if (file.size) madvise(const_cast<std::remove_const_t<T>*>(file.data), file.size * sizeof(T), MADV_DONTNEED);
 }
 
-// A column's id source: hashes into `buckets` if that isn't 0, else a table's pairs, of which at most `room` bytes may be in memory if
-// that isn't 0.
+// A column's id source: hashes into `buckets` if that isn't 0, else a table's pairs, of which at most `room` bytes may be in memory.
 template <class Key>
 struct IdSource {
   Array<Key> pairs;
@@ -80,7 +79,7 @@ struct IdSource {
 // range, and pages are released after each: in the keys' order, nearly every key would map pages again.
 template <class Key, class Look>
 void visit(const Table<Key>& table, const IdSource<Key>& column, Array<const Key> keys, Look look) {
-  if (!column.room) {
+  if (column.room >= column.pairs.size * static_cast<int64_t>(sizeof(Key))) {
     for (int64_t i = 0; i < keys.size; ++i) look(i, std::min(i + kAhead, keys.size - 1));
     return;
   }

@@ -83,17 +83,10 @@ inline bool read_label(const Byte* cursor, const Byte* end, const Byte* text_end
 }
 
 // FNV-1a of 64 bits (Fowler, Noll, Vo), finalized; `reference.hash_text`.
-struct TextHash {
-  uint64_t state = 0xCBF29CE484222325;
-
-  void add(Byte byte) { state = (state ^ byte) * 0x100000001B3; }
-  uint64_t value() const { return mix(state); }
-};
-
 inline uint64_t hash_text(const Byte* cursor, const Byte* end) {
-  TextHash hash;
-  for (; cursor != end; ++cursor) hash.add(*cursor);
-  return hash.value();
+  uint64_t state = 0xCBF29CE484222325;
+  for (; cursor != end; ++cursor) state = (state ^ *cursor) * 0x100000001B3;
+  return mix(state);
 }
 
 }  // namespace data_pipeline
