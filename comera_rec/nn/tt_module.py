@@ -191,8 +191,9 @@ class TTModule(nn.Module):
                 where = f"{prefix[:-1]}: " if prefix else ""
                 error_msgs.append(f"{where}a {type(self).__name__} loads all of its tensors or none, and {refusal}")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        for k, core in enumerate(self.cores()):  # `assign` takes tensors as they are laid out
-            core.data = self.laid_out(k, core.data)
+        if local_metadata.get("assign_to_params_buffers"):  # takes tensors as they are laid out
+            for k, core in enumerate(self.cores()):
+                core.data = self.laid_out(k, core.data)
 
     def _stored_ranks(self, parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> tuple[int, ...] | None:
         """Return the ranks at which all stored tensors fit, or None if there are no such ranks."""
