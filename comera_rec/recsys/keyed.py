@@ -117,16 +117,22 @@ class BoundsCheck:
                 with torch.inference_mode(False):  # or training couldn't count after an evaluation
                     self._counts[ids.device] = torch.zeros((), dtype=torch.int64, device=ids.device)
             self._counts[ids.device] += is_bad.sum()
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=ids.masked_fill(is_bad, 0),
-            weights=features.weights_or_none(),
-            lengths=features.lengths(),
-            offsets=features.offsets(),
-            stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
-            stride=None if features.variable_stride_per_key() else features.stride(),
-            inverse_indices=features.inverse_indices_or_none(),
-        )
+        return with_ids(features, ids.masked_fill(is_bad, 0))
+
+
+def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
+    """Return a batch with other ids in the place of its own."""
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        features.keys(),
+        ids,
+        features.weights_or_none(),
+        features.lengths(),
+        features.offsets_or_none(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
 
 
 def lowest_limits(tables: Sequence[BaseEmbeddingConfig]) -> dict[str, int]:

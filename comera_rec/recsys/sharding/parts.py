@@ -35,6 +35,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
+from comera_rec.recsys.keyed import with_ids
 from comera_rec.recsys.sharding.optimizers import OptimizerBuilders, apply_optimizers_, padded_to
 from comera_rec.recsys.sharding.replicas import ReplicatedLookup
 from comera_rec.tt import TTShape
@@ -282,15 +283,7 @@ class RowWise(Part):
             return features
         ids = features.values().split(features.length_per_key())
         rows = [each if order is None else order[each.long()].to(each.dtype) for each, order in zip(ids, orders, strict=True)]
-        varies = features.variable_stride_per_key()
-        return KeyedJaggedTensor(
-            features.keys(),
-            torch.cat(rows),
-            features.weights_or_none(),
-            features.lengths(),
-            stride=None if varies else features.stride(),
-            stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
-        )
+        return with_ids(features, torch.cat(rows))
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
         is_mean = [config.pooling == PoolingType.MEAN for config in self.tables]
