@@ -68,6 +68,8 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         >>> model = DistributedModelParallel(model, plan=plan, sharders=sharders)  # doctest: +SKIP
     """
 
+    module_type = TTEmbeddingBagCollection
+
     def __init__(self, dense_sharder: EmbeddingBagCollectionSharder | None = None) -> None:
         self.dense_sharder = dense_sharder or EmbeddingBagCollectionSharder()
         super().__init__(self.dense_sharder.qcomm_codecs_registry)
@@ -120,10 +122,6 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         """Raise ValueError: only planners call this, and TorchRec's would take a TT table for the dense one."""
         raise UserError("TorchRec's planner can't estimate TT tables: make the plan with TTShardingPlanner, and give it as plan=")
 
-    @property
-    def module_type(self) -> type[TTEmbeddingBagCollection]:
-        return TTEmbeddingBagCollection
-
 
 def managed_path(path: str, *, has_sharder: bool = False) -> str | None:
     """Return the path of the managed collision module around the collection at `path`; None if there is none.
@@ -168,6 +166,8 @@ class ShardedTTManagedCollisions(ShardedModule[KJTList, list[Tensor], _Output, M
     Raises:
         ValueError: for a dense table, a table that isn't sharded row-wise or has a row order, and too few rows to divide.
     """
+
+    unsharded_module_type = ManagedCollisionEmbeddingBagCollection
 
     def __init__(
         self,
@@ -249,10 +249,6 @@ class ShardedTTManagedCollisions(ShardedModule[KJTList, list[Tensor], _Output, M
         yield from self._embedding_module.sharded_parameter_names(append_prefix(prefix, MANAGED))
         for name, _ in self._managed_collision_collection.named_buffers(append_prefix(prefix, "_managed_collision_collection")):
             yield name
-
-    @property
-    def unsharded_module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
-        return ManagedCollisionEmbeddingBagCollection
 
 
 class TTManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbeddingBagCollectionSharder):
