@@ -207,7 +207,8 @@ def _compressed_tables(
         if name in orders:
             table.set_row_order_(orders[name])
     if init == "tt_svd":
-        _set_values_(replaced, compression, importance)
+        weights = [_row_weights(importance, name, layer.num_embeddings) for name, _, layer in replaced]
+        _fit_([table for _, table, _ in replaced], [layer.weight.detach() for *_, layer in replaced], compression, weights)
     return replacements, reasons
 
 
@@ -240,8 +241,7 @@ def _row_orders(
                 errors.append(math.inf)
                 continue
             fitted = TTEmbeddingBag(*weight.shape, shape=sized.tt_shape(), hot_rows=sized.hot_rows, row_order=rows).to(weight)
-            budget = None if compression.compression is None else sum(parameter.numel() for parameter in fitted.parameters())
-            fit_tables_([fitted], [weight], budget, [weights])
+            _fit_([fitted], [weight], compression, [weights])
             squares = (fitted.dense_matrix().detach() - weight).double().square().sum(1)
             errors.append(float(squares.sum() if weights is None else squares @ weights.double()))
         if errors[1] < errors[0]:
@@ -361,13 +361,10 @@ def _take_place_(table: TTTable, layer: nn.Embedding | nn.EmbeddingBag, name: st
     return table
 
 
-def _set_values_(replaced: list[_Replaced], compression: TableCompression, importance: Mapping[str, Tensor] | None) -> None:
-    """Let TT tables start from the rows of those that they replace."""
-    weights = [_row_weights(importance, name, layer.num_embeddings) for name, _, layer in replaced]
-    budget = None  # ranks are given
-    if compression.compression is not None:
-        budget = sum(parameter.numel() for _, table, _ in replaced for parameter in table.parameters())
-    fit_tables_([table for _, table, _ in replaced], [layer.weight.detach() for *_, layer in replaced], budget, weights)
+def _fit_(tables: list[TTTable], weights: list[Tensor], compression: TableCompression, importance: list[Tensor | None]) -> None:
+    """Let TT tables start from the rows of those that they replace, at the size that they have together or, if given, ranks."""
+    size = sum(parameter.numel() for table in tables for parameter in table.parameters())
+    fit_tables_(tables, weights, None if compression.compression is None else size, importance)
 
 
 def _require_finite(weight: Tensor, name: str) -> None:
