@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from comera_rec.nn import TTTable
 from comera_rec.rank import within_budget
@@ -149,17 +150,8 @@ def row_importance(state: Mapping[str, Any]) -> dict[str, Tensor]:
         [M] by table name; tables without such sums are left out.
     """
     importance: dict[str, Tensor] = {}
-    for name, value in _flat(state):
+    for name, value in flatten_state_dict(dict(state))[0].items():
         table = re.search(r"(?:^|\.)([^.]+)\.weight\.(?:.*\.)?momentum_?1$", name)
-        if table and value.dim() == 1:
+        if table and isinstance(value, Tensor) and value.dim() == 1:
             importance[table[1]] = value
     return importance
-
-
-def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of nested mappings, with names joined by dots."""
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, Tensor):
-            yield f"{prefix}{name}", value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from comera_rec.convert.budget import fit_tables_
+from comera_rec.convert.export import configs_of, layers_of
 from comera_rec.convert.table_compression import TableCompression
 from comera_rec.nn import (
     FilterFn,
@@ -170,10 +171,10 @@ def _compressed_tables(
     Returns:
         The TT modules, by those that they replace; and why the other tables stay dense, by name.
     """
-    tables = list(_tables(model, filter_fn))
+    tables, reasons = _tables(model, filter_fn)
     if tables:
         compression.require_tables([table.config.name for table in tables])
-    shared, reasons = _reasons_to_stay_dense(model, tables), _subclasses(model, filter_fn)
+    shared = _reasons_to_stay_dense(model, tables)
     for name, why in reasons.items():
         _LOGGER.info("%s: stays as it is: %s", name, why)
     dense = {k for k, table in enumerate(tables) if k in shared or compression.reason_to_stay_dense(table.config)}
@@ -206,7 +207,8 @@ def _compressed_tables(
         if name in orders:
             table.set_row_order_(orders[name])
     if init == "tt_svd":
-        _set_values_(replaced, compression, importance)
+        weights = [_row_weights(importance, name, layer.num_embeddings) for name, _, layer in replaced]
+        _fit_([table for _, table, _ in replaced], [layer.weight.detach() for *_, layer in replaced], compression, weights)
     return replacements, reasons
 
 
@@ -239,8 +241,7 @@ def _row_orders(
                 errors.append(math.inf)
                 continue
             fitted = TTEmbeddingBag(*weight.shape, shape=sized.tt_shape(), hot_rows=sized.hot_rows, row_order=rows).to(weight)
-            budget = None if compression.compression is None else sum(parameter.numel() for parameter in fitted.parameters())
-            fit_tables_([fitted], [weight], budget, [weights])
+            _fit_([fitted], [weight], compression, [weights])
             squares = (fitted.dense_matrix().detach() - weight).double().square().sum(1)
             errors.append(float(squares.sum() if weights is None else squares @ weights.double()))
         if errors[1] < errors[0]:
@@ -272,42 +273,27 @@ def similar_rows(weight: Tensor, importance: Tensor | None = None) -> Tensor:
     return torch.empty_like(order).index_put_((frequent.cpu()[order],), torch.arange(len(order)))
 
 
-def _tables(model: nn.Module, filter_fn: FilterFn | None) -> Iterator[_Table]:
-    """Yield the tables of collections and of embedding layers, in the order of the model's modules."""
+def _tables(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[_Table], dict[str, str]]:
+    """Return the tables of collections and of embedding layers, in the order of the model's modules.
+
+    Modules of derived classes stay as they are, because they may do something else: also return why, by their names.
+    """
+    kinds, tables, reasons = (*_COLLECTIONS, nn.Embedding, nn.EmbeddingBag), list[_Table](), dict[str, str]()
     collections = (*_COLLECTIONS, TTEmbeddingBagCollection, TTEmbeddingCollection)
     parents = [module for module in model.modules() if isinstance(module, collections)]
     inside = {child for parent in parents for child in parent.modules() if child is not parent}
     for name, module in model.named_modules():
-        if module in inside or type(module) not in (*_COLLECTIONS, nn.Embedding, nn.EmbeddingBag):
+        kind = next((kind for kind in kinds if isinstance(module, kind)), None)
+        if kind is None or (kind is type(module) and module in inside) or not (filter_fn is None or filter_fn(module, name)):
             continue
-        if filter_fn is not None and not filter_fn(module, name):
-            continue
-        if isinstance(module, _COLLECTIONS):
-            yield from (_Table(config, _layers(module)[config.name], module) for config in _configs(module))
+        if kind is not type(module):
+            reasons[name or "the model"] = f"it is a {type(module).__name__}, not the {kind.__name__} that it is derived from"
+        elif isinstance(module, _COLLECTIONS):
+            tables += (_Table(config, layers_of(module)[config.name], module) for config in configs_of(module))
         else:
-            rows, columns = module.num_embeddings, module.embedding_dim
-            sizes = {"num_embeddings": rows, "embedding_dim": columns}
-            yield _Table(EmbeddingBagConfig(name=name or "the model", feature_names=["ids"], **sizes), module, None)
-
-
-def _subclasses(model: nn.Module, filter_fn: FilterFn | None) -> dict[str, str]:
-    """Return why modules of classes derived from those of `_tables` stay as they are, by name: they may do something else."""
-    kinds = (*_COLLECTIONS, nn.Embedding, nn.EmbeddingBag)
-    return {
-        name or "the model": f"it is a {type(module).__name__}, not the {kind.__name__} that it is derived from"
-        for name, module in model.named_modules()
-        for kind in kinds
-        if isinstance(module, kind) and type(module) not in kinds and (filter_fn is None or filter_fn(module, name))
-    }
-
-
-def _configs(module: Any) -> Any:
-    return module.embedding_configs() if isinstance(module, EmbeddingCollection) else module.embedding_bag_configs()
-
-
-def _layers(module: Any) -> Any:
-    """Return the nn.EmbeddingBags or nn.Embeddings of a collection, by name, in the collection's own ModuleDict."""
-    return module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
+            sizes = {"num_embeddings": module.num_embeddings, "embedding_dim": module.embedding_dim}
+            tables.append(_Table(EmbeddingBagConfig(name=name or "the model", feature_names=["ids"], **sizes), module, None))
+    return tables, reasons
 
 
 def _reasons_to_stay_dense(model: nn.Module, tables: Collection[_Table]) -> dict[int, str]:
@@ -315,8 +301,7 @@ def _reasons_to_stay_dense(model: nn.Module, tables: Collection[_Table]) -> dict
     owners, paths = parameter_owners(model), dict[nn.Module, list[str]]()
     for name, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(name)
-    reasons = ((k, _reason_to_stay_dense(table, owners, paths)) for k, table in enumerate(tables))
-    return {k: reason for k, reason in reasons if reason}
+    return {k: reason for k, table in enumerate(tables) if (reason := _reason_to_stay_dense(table, owners, paths))}
 
 
 def _reason_to_stay_dense(
@@ -349,7 +334,7 @@ def _collection(module: Any, configs: list[Any], replaced: list[_Replaced]) -> n
     else:
         compressed = collection = TTEmbeddingBagCollection(configs, module.is_weighted(), device)
     keep_buffers_hooks_and_mode_(compressed, module)
-    layers = _layers(module)
+    layers = layers_of(module)
     for name, bag in collection.embedding_bags.items():
         if isinstance(bag, TTEmbeddingBag):
             if (std := std_of(layers[name].weight)) is not None:  # the config says how they were drawn
@@ -357,7 +342,7 @@ def _collection(module: Any, configs: list[Any], replaced: list[_Replaced]) -> n
                 bag.reset_parameters()
             _take_place_(bag.to(layers[name].weight.dtype), layers[name], name, replaced)
         else:
-            _layers(collection.dense_bags)[name] = layers[name]
+            layers_of(collection.dense_bags)[name] = layers[name]
     return compressed
 
 
@@ -376,13 +361,10 @@ def _take_place_(table: TTTable, layer: nn.Embedding | nn.EmbeddingBag, name: st
     return table
 
 
-def _set_values_(replaced: list[_Replaced], compression: TableCompression, importance: Mapping[str, Tensor] | None) -> None:
-    """Let TT tables start from the rows of those that they replace."""
-    weights = [_row_weights(importance, name, layer.num_embeddings) for name, _, layer in replaced]
-    budget = None  # ranks are given
-    if compression.compression is not None:
-        budget = sum(parameter.numel() for _, table, _ in replaced for parameter in table.parameters())
-    fit_tables_([table for _, table, _ in replaced], [layer.weight.detach() for *_, layer in replaced], budget, weights)
+def _fit_(tables: list[TTTable], weights: list[Tensor], compression: TableCompression, importance: list[Tensor | None]) -> None:
+    """Let TT tables start from the rows of those that they replace, at the size that they have together or, if given, ranks."""
+    size = sum(parameter.numel() for table in tables for parameter in table.parameters())
+    fit_tables_(tables, weights, None if compression.compression is None else size, importance)
 
 
 def _require_finite(weight: Tensor, name: str) -> None:

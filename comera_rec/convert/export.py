@@ -53,6 +53,17 @@ def export_dense(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def configs_of(collection: Any) -> Any:
+    """Return the configs of the tables of a collection, TorchRec's or ours, that pools rows or not."""
+    has_bags = hasattr(collection, "embedding_bag_configs")
+    return collection.embedding_bag_configs() if has_bags else collection.embedding_configs()
+
+
+def layers_of(collection: Any) -> Any:
+    """Return the tables of a collection by name; TorchRec's are in its own ModuleDict."""
+    return collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
+
+
 def require_unsharded(model: nn.Module) -> None:
     """Raise ValueError for a model that TorchRec has sharded."""
     if any(isinstance(module, ShardedModule) for module in model.modules()):
@@ -102,15 +113,14 @@ def _dense_collection(
 ) -> nn.Module:
     # Where the tables are now; module.device is where they were made.
     device = next((parameter.device for parameter in module.parameters()), module.device)
-    dense: Any
+    dense: EmbeddingCollection | EmbeddingBagCollection
+    configs, tables = [config.dense() for config in configs_of(module)], layers_of(module)
     if isinstance(module, TTEmbeddingCollection):
-        dense = EmbeddingCollection([config.dense() for config in module.embedding_configs()], device, module.need_indices())
-        tables, layers = module.embeddings, dense.embeddings
+        dense = EmbeddingCollection(configs, device, module.need_indices())
     else:
-        dense = EmbeddingBagCollection([config.dense() for config in module.embedding_bag_configs()], module.is_weighted(), device)
-        tables, layers = module.embedding_bags, dense.embedding_bags
-    for name, layer in layers.items():
-        table: Any = tables[name]
+        dense = EmbeddingBagCollection(configs, module.is_weighted(), device)
+    for name, layer in layers_of(dense).items():
+        table = tables[name]
         weight, trained = (table.dense_matrix(), table.core_0) if isinstance(table, TTTable) else (table.weight, table.weight)
         require_floats(weight)
         if not isinstance(table, TTTable):

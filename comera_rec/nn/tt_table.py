@@ -38,6 +38,8 @@ class TTTable(TTModule):
 
     hot_rows: nn.ModuleList
     row_order: Tensor | None
+    first_row = 0
+    """Row of the whole table that id 0 of this module refers to; above 0 in shards only."""
     _KEPT: tuple[str, ...] = ()
     """Options that the table has in common with the dense module that it replaces."""
 
@@ -170,11 +172,6 @@ class TTTable(TTModule):
     def by_row(self, values: Tensor) -> Tensor:
         """Return values of ids [M, ...] in the order of their rows."""
         return values if self.lookup_order is None else values[self.lookup_order.argsort().to(values.device)]
-
-    @property
-    def first_row(self) -> int:
-        """Row of the whole table that id 0 of this module refers to; above 0 in shards only."""
-        return 0
 
     @classmethod
     def from_dense(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from comera_rec.serving.decompositions import permuted
 from comera_rec.serving.package import DATATYPES, FeatureInput, TensorInput
 from data_pipeline.errors import UserError
 
@@ -155,13 +156,10 @@ def select_rows(arguments: Any, rows: int, chosen: Tensor) -> Any:
     def select(path: tuple[str, ...], leaf: Tensor | KeyedJaggedTensor) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.cpu()[chosen] if leaf.shape[:1] == (rows,) else leaf.cpu()
-        all_lengths = leaf.lengths().cpu().long()
-        starts = (all_lengths.cumsum(0) - all_lengths).view(-1, rows)[:, chosen].flatten()
-        lengths = all_lengths.view(-1, rows)[:, chosen].flatten()
-        index = torch.arange(int(lengths.sum())) + (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
-        weights = leaf.weights_or_none()
-        weights = None if weights is None else weights.cpu()[index]
-        return KeyedJaggedTensor(leaf.keys(), leaf.values().cpu()[index], weights, lengths=lengths)
+        features = leaf.to(torch.device("cpu"))
+        bags = torch.arange(len(features.lengths())).view(-1, rows)[:, chosen].flatten()
+        lengths, values, weights = permuted(bags, features.lengths().view(-1, 1), features.values(), features.weights_or_none())
+        return KeyedJaggedTensor(leaf.keys(), values, weights, lengths=lengths.flatten())
 
     return mapped(select, arguments)
 

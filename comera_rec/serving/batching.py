@@ -62,7 +62,7 @@ class Batcher:
         """Answer the first requests, all for one version, that fit in a call."""
         taken = [self._waiting.popleft()]
         version, rows = taken[0].version, taken[0].rows
-        while self._waiting and self._waiting[0].version is version and version.metadata.is_by_row:
+        while self._waiting and self._waiting[0].version is version and version.model.metadata.is_by_row:
             if rows + self._waiting[0].rows > self._max_rows:
                 break
             taken.append(self._waiting.popleft())
@@ -80,7 +80,7 @@ def _answer(requests: Sequence[_Waiting]) -> None:
         return
     version = requests[0].version
     try:
-        merged = merge([request.tensors for request in requests], version.metadata)
+        merged = merge([request.tensors for request in requests], version.model.metadata)
         with torch.inference_mode():
             outputs = [output.numpy() for output in version.model.run(*map(torch.from_numpy, merged))]
     except Exception as error:

@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
 from torchrec.models.dlrm import InteractionArch
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 
-from comera_rec.convert.export import require_floats
+from comera_rec.convert.export import configs_of, layers_of, require_floats
 from comera_rec.nn import TTEmbedding, TTEmbeddingBag, TTLinear, TTModule, TTTable, keep_buffers_hooks_and_mode_
 from comera_rec.ops.native import ops
 from comera_rec.ops.served_bags import DTYPES, ServedTable, Slab
@@ -73,16 +72,10 @@ def id_limits(features: KeyedJaggedTensor, called: Called) -> dict[str, int | No
     """Return the number of ids of each key of an input, from the collections called with it; None where none refuses any."""
     limits: dict[str, int | None] = dict.fromkeys(features.keys())
     for given, module in called:
-        for config in _configs(module) if given is features and not _replaces_bad_ids(module) else ():
+        for config in configs_of(module) if given is features and not _replaces_bad_ids(module) else ():
             for name in config.feature_names:
                 limits[name] = min(limits[name] or config.num_embeddings, config.num_embeddings)
     return limits
-
-
-def _configs(collection: Any) -> Sequence[BaseEmbeddingConfig]:
-    is_pooled = hasattr(collection, "embedding_bag_configs")
-    configs: Sequence[BaseEmbeddingConfig] = collection.embedding_bag_configs() if is_pooled else collection.embedding_configs()
-    return configs
 
 
 def _replaced(
@@ -149,8 +142,7 @@ class _Lookup(NamedTuple):
 def _collection(module: nn.Module, keys: list[str], tables: Tables) -> nn.Module:
     """Return the serving form of a collection that is called with the given keys."""
     made: Any = module
-    configs, is_pooled = _configs(module), hasattr(made, "embedding_bag_configs")
-    layers = made.embedding_bags if is_pooled else made.embeddings
+    configs, layers, is_pooled = configs_of(module), layers_of(module), hasattr(made, "is_weighted")
     lookups = []
     for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
         layer = layers[config.name]

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from comera_rec.ops.served_bags import Packed, ServedTable, Slab, least_type, pack, quantize, served_bags
 
+_Members = dict[int, tuple[range, tuple[Tensor, ...]]]
+"""By table, the ids that cores have rows for, and the cores."""
+
 
 class ServedTables(nn.Module):
     """One table for each of F features, all of one dimension."""
@@ -105,14 +108,13 @@ class PortableTables(ServedTables):
 
     def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
         super().__init__(tables)
-        sources: list[nn.Module] = []
-        if any(len(table.formed) for table in tables):
-            sources.append(_Formed(tables, dtype))
-        orders: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], _Members] = {}
         for t, table in enumerate(tables):
+            if formed := len(table.formed):
+                groups.setdefault((), {})[t] = range(formed), (table.formed[:, None, None],)
             if table.cores:
-                orders.setdefault(table.col_modes, []).append(t)
-        sources += [_Cores(tables, members, dtype) for members in orders.values()]
+                groups.setdefault(table.col_modes, {})[t] = range(formed, table.rows), table.cores
+        sources: list[nn.Module] = [_Cores(tables, members, dtype) for members in groups.values()]
         sources += [_Hot(tables, members, dtype) for members in _by_width(tables)]
         self.sources = nn.ModuleList(sources)
 
@@ -140,38 +142,25 @@ class _Rows(nn.Module):
         return rows if self.scales is None else rows * self.scales.index_select(0, index).unsqueeze(1)
 
 
-class _Formed(nn.Module):
-    """Rows formed in advance."""
-
-    def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
-        super().__init__()
-        counts = [len(table.formed) for table in tables]
-        self.counts = nn.Buffer(torch.tensor(counts))
-        self.firsts = nn.Buffer(torch.tensor([0, *counts[:-1]]).cumsum(0))
-        self.rows = _Rows(torch.cat([table.formed for table in tables]), dtype)
-
-    def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
-        in_source = ids < self.counts[feature]
-        rows: Tensor = self.rows(torch.where(in_source, self.firsts[feature] + ids, 0))
-        return torch.where(in_source[:, None], rows, 0.0)
-
-
 class _Cores(nn.Module):
-    """Tables of the same column modes; smaller ranks are padded with zeros."""
+    """Tables of the same column modes; smaller ranks are padded with zeros. Rows formed in advance are a single core."""
 
-    def __init__(self, tables: Sequence[ServedTable], members: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, tables: Sequence[ServedTable], members: _Members, dtype: torch.dtype) -> None:
         super().__init__()
-        order, self.columns = len(tables[members[0]].cores), tables[members[0]].columns
-        self.is_member = nn.Buffer(torch.tensor([t in members for t in range(len(tables))]))
-        self.counts = nn.Buffer(torch.tensor([len(table.formed) for table in tables]))
+        cores_of = [cores for _, cores in members.values()]
+        order, self.columns = len(cores_of[0]), tables[0].columns
+        begins, ends = torch.zeros(2, len(tables), dtype=torch.long)
+        for t, (ids, _) in members.items():
+            begins[t], ends[t] = ids.start, ids.stop
+        self.begins, self.ends = nn.Buffer(begins) if begins.any() else None, nn.Buffer(ends)
         modes, firsts = torch.ones(order, len(tables), dtype=torch.long), torch.zeros(order, len(tables), dtype=torch.long)
         self.sizes: list[tuple[int, int, int]] = []
         cores = []
         for k in range(order):
-            unpadded = [tables[t].cores[k] for t in members]
+            unpadded = [each[k] for each in cores_of]
             left, right = (max(1, *(core.shape[axis] for core in unpadded)) for axis in (1, 2))  # 1 if all were truncated to rank 0
-            modes[k, members] = torch.tensor([len(core) for core in unpadded])
-            firsts[k, members] = torch.tensor([0, *(len(core) for core in unpadded[:-1])]).cumsum(0)
+            modes[k, list(members)] = torch.tensor([len(core) for core in unpadded])
+            firsts[k, list(members)] = torch.tensor([0, *(len(core) for core in unpadded[:-1])]).cumsum(0)
             padded = [F.pad(core, (0, 0, 0, right - core.shape[2], 0, left - core.shape[1])) for core in unpadded]
             self.sizes.append((left, right, padded[0].shape[3]))
             cores.append(_Rows(torch.cat(padded).flatten(1), dtype))
@@ -180,12 +169,15 @@ class _Cores(nn.Module):
         self.cores = nn.ModuleList(cores)
 
     def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
-        in_source = self.is_member[feature] & (ids >= self.counts[feature])
+        in_source = ids < self.ends[feature]
+        if self.begins is not None:
+            in_source &= ids >= self.begins[feature]
         digits, rest = [], torch.where(in_source, ids, 0)
-        for k in reversed(range(len(self.cores))):
+        for k in reversed(range(1, len(self.cores))):
             mode = self.modes[k][feature]
             digits.append(rest % mode + self.firsts[k][feature])
             rest = rest // mode
+        digits.append(rest + self.firsts[0][feature])
         rows = self.cores[0](digits[-1]).view(-1, *self.sizes[0][1:]).mT
         for core, (left, right, columns), digit in zip(self.cores[1:], self.sizes[1:], digits[-2::-1], strict=True):
             products = torch.bmm(rows, core(digit).view(-1, left, right * columns))

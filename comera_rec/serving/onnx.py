@@ -62,26 +62,12 @@ def _repeat_interleave(self: Tensor, repeats: Tensor, dim: int | None = None, *,
     return self[_searchsorted(repeats.cumsum(0), torch.arange(size), right=True)]
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *others: Any, **options: Any) -> Tensor:
     """Mix values, with weights of zero for positions that see none: onnxscript would give them all of the same weight, or NaN."""
-    if enable_gqa:
-        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is not None:
-        scores = scores + (torch.where(attn_mask, 0.0, -torch.inf).to(scores.dtype) if attn_mask.dtype == torch.bool else attn_mask)
-    return torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, scores.softmax(-1)).to(value.dtype) @ value
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
+    mixed, _ = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, *others, **options)
+    return mixed
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
@@ -92,7 +78,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: _attention,
     # onnxscript writes these two as the logarithm of a sigmoid, which is wrong below -15 and infinite below -18.
     torch.ops.aten.log_sigmoid.default: lambda self: -F.softplus(-self),
-    **get_decompositions([torch.ops.aten.binary_cross_entropy_with_logits]),
+    **get_decompositions([torch.ops.aten.binary_cross_entropy_with_logits, torch.ops.aten._safe_softmax]),
 }
 
 

@@ -73,7 +73,7 @@ class FeatureInput:
     keys: dict[str, int | None]
     is_weighted: bool = False
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[TensorInput, ...]:
         """The tensors that it consists of, of any size."""
         parts = {"values": "INT64", "lengths": "INT64"} | ({"weights": "FP32"} if self.is_weighted else {})
@@ -139,15 +139,11 @@ class ModelMetadata:
         """The tensors that the package takes; -1 in the shape of one that isn't by row stands for any size."""
         return tuple(tensor for each in self.inputs for tensor in each.tensors)
 
-    @cached_property
-    def _counts(self) -> list[int]:
-        return [len(each.tensors) for each in self.inputs]
-
     def by_input(self, tensors: Iterable[Any]) -> Iterator[tuple[TensorInput | FeatureInput, list[Any]]]:
         """Yield each input with those of the package's tensors that are its own."""
         left = iter(tensors)
-        for each, count in zip(self.inputs, self._counts, strict=True):
-            yield each, list(islice(left, count))
+        for each in self.inputs:
+            yield each, list(islice(left, len(each.tensors)))
 
     @property
     def names(self) -> list[str]:

@@ -108,6 +108,5 @@ class _Packaged(nn.Module):
 
 def _ordered(features: KeyedJaggedTensor, columns: list[str]) -> KeyedJaggedTensor:
     """Return features with int64 ids in the order of columns."""
-    by_column = features.to_dict()
-    values, lengths = ([getattr(by_column[name], part)() for name in columns] for part in ("values", "lengths"))
-    return KeyedJaggedTensor(columns, torch.cat(values).long(), lengths=torch.cat(lengths).long())
+    ordered = features.permute([features.keys().index(name) for name in columns])
+    return KeyedJaggedTensor(columns, ordered.values().long(), lengths=ordered.lengths().long())

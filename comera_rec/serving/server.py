@@ -112,7 +112,7 @@ class Server:
             "/v2/health/live": lambda: _json({"live": True}),
             "/v2/health/ready": lambda: _json({"ready": True}),
             "/metrics": lambda: _Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST),
-            model: lambda: _json(describe_model(self.file.name, self.file.current.number, self.file.current.metadata)),
+            model: lambda: _json(describe_model(self.file.name, self.file.current.number, self.file.current.model.metadata)),
             f"{model}/ready": lambda: _json({"name": self.file.name, "ready": True}),
         }
         self._posts: dict[str, Post] = {f"{model}/infer": self._infer, "/score": self._score}
@@ -202,9 +202,9 @@ class Server:
         version = self.file.current
         length = json_length(headers.get(JSON_LENGTH.lower()), len(content))
         body = _parse(content[:length])
-        tensors = read_inputs(body, content[length:], version.metadata)
+        tensors = read_inputs(body, content[length:], version.model.metadata)
         outputs, number = await self._run(version, tensors)
-        answer, binary = write_outputs(body, self.file.name, number, version.metadata, outputs)
+        answer, binary = write_outputs(body, self.file.name, number, version.model.metadata, outputs)
         response = _json(answer)
         if not binary:
             return response

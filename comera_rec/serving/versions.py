@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from comera_rec.serving.package import ModelMetadata, ServingModel
+from comera_rec.serving.package import ServingModel
 from comera_rec.serving.vocabularies import open_vocabularies
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.manifest import file_sha256
@@ -31,10 +31,6 @@ class Version:
     model: ServingModel
     encoder: RequestEncoder | None
     reason: str = ""
-
-    @property
-    def metadata(self) -> ModelMetadata:
-        return self.model.metadata
 
 
 class ModelFile:

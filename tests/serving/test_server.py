@@ -417,7 +417,7 @@ def test_merged_requests() -> None:
 
     async def ask() -> list[Any]:
         batcher, by_row = Batcher(max_rows=64, max_queue=64), replace(metadata, inputs=inputs[:1], is_by_row=True)
-        version: Any = SimpleNamespace(metadata=by_row, model=SimpleNamespace(run=run), number="")
+        version: Any = SimpleNamespace(model=SimpleNamespace(metadata=by_row, run=run), number="")
         answers = [batcher.add(version, [np.full((1, 1), number)], 1) for number in range(64)]
         return await asyncio.gather(*answers, return_exceptions=True)
 

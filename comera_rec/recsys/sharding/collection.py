@@ -90,6 +90,8 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             in backward that can't be kept.
     """
 
+    unsharded_module_type = TTEmbeddingBagCollection
+
     def __init__(
         self,
         module: TTEmbeddingBagCollection,
@@ -260,10 +262,6 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
     def _state_of_whole(self, parameter: nn.Parameter, state: Tensor) -> Tensor:
         shards = (bag for bag in self.tt_bags.values() if isinstance(bag, RowShard) and parameter is bag.core_0)
         return next((bag.as_whole(state) for bag in shards if state.dim()), state)
-
-    @property
-    def unsharded_module_type(self) -> type[TTEmbeddingBagCollection]:
-        return TTEmbeddingBagCollection
 
 
 class _Bags(LazyAwaitable[KeyedTensor]):

@@ -168,16 +168,17 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     Example:
         >>> dcp.save({"model": dmp.state_dict(), "optimizer": optimizer_state(dmp.module, optimizer)})  # doctest: +SKIP
     """
-    weights, tensors = model.state_dict(), {}
+    shards: dict[Any, Any] = {each.core_0: each for each in model.modules() if hasattr(each, "as_whole")}
+    tensors = {}
     for name, key, parameter, state in _entries(model, optimizer):
-        value, whole = state[key], weights[name]
-        if isinstance(whole, DTensor) and isinstance(value, Tensor) and value.numel() > 1:
+        value = state[key]
+        if parameter in shards and isinstance(value, Tensor) and value.numel() > 1:
             if value.shape != parameter.shape:
                 raise UserError(
                     f"{key!r} of {name!r} has shape {tuple(value.shape)}, which can't be divided as the core is: use an optimizer "
                     "whose state has the parameter's shape"
                 )
-            value = divided_like(value, whole)
+            value = shards[parameter].as_whole(value)
         tensors[f"{name}/{key}"] = value
     return tensors
 
@@ -254,15 +255,7 @@ def _entries(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str,
             yield name, key, parameter, state
 
 
-def divided_like(local: Tensor, entry: DTensor) -> DTensor:
-    """Convert a tensor like a row shard's leading core, such as its momenta, to a DTensor placed like that core's `entry`."""
-    cut = local[:, : entry.to_local().shape[1]].contiguous()
-    placed = DTensor.from_local(cut, entry.device_mesh, entry.placements, run_check=False, shape=entry.shape, stride=entry.stride())
-    assert isinstance(placed, DTensor)
-    return placed
-
-
 def padded_to(entry: DTensor, size: Sequence[int]) -> Tensor:
-    """Invert `divided_like`: return this process's part, padded with zeros to the size of a shard."""
+    """Invert `RowShard.as_whole` for tensors like a core: return this process's part, padded with zeros to a shard's size."""
     local = entry.to_local()
     return torch.cat([local, local.new_zeros(local.shape[0], size[1] - local.shape[1], *local.shape[2:])], dim=1)

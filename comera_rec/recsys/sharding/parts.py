@@ -335,6 +335,8 @@ class RowShard(TTEmbeddingBag):
         ValueError: if there are not enough leading digits for all processes.
     """
 
+    lookup_order = None  # ids arrive as rows: see `RowWise.in_rows`
+
     def __init__(self, bag: TTEmbeddingBag, group: dist.ProcessGroup, device: torch.device) -> None:
         first, *others = bag.shape.row_shape
         process_rank, world_size = group.rank(), group.size()
@@ -360,7 +362,7 @@ class RowShard(TTEmbeddingBag):
         self._mesh = DeviceMesh.from_group(group, device.type)
         self.num_digits = max(0, min(digits, first - process_rank * digits))
         first_digit = process_rank * digits
-        self._first_row = first_digit * math.prod(others)
+        self.first_row = first_digit * math.prod(others)
         self.hot_rows = copy.deepcopy(bag.hot_rows)  # replicas, like all cores but the first
         self.row_order = None if bag.row_order is None else bag.row_order.clone()  # of the whole table
         local, whole = [*self.cores(), *self.rank_parameters()], [*bag.cores(), *bag.rank_parameters()]
@@ -398,14 +400,6 @@ class RowShard(TTEmbeddingBag):
     @property
     def dense_params(self) -> int:
         return self._whole_rows * self.num_cols
-
-    @property
-    def first_row(self) -> int:
-        return self._first_row
-
-    @property
-    def lookup_order(self) -> None:
-        return None  # ids arrive as rows: see `RowWise.in_rows`
 
 
 def digits_per_process(row_shape: Sequence[int], world_size: int) -> int:

@@ -194,20 +194,17 @@ class TTEnumerator(EmbeddingEnumerator):
         managed_sharder = {sharder.module_type: sharder for sharder in sharders}.get(ManagedCollisionEmbeddingBagCollection)
         is_ours = isinstance(managed_sharder, TTManagedCollisionEmbeddingBagCollectionSharder)
         around = {path: managed_path(path, has_sharder=is_ours) for path in collections}
-        dense_sharders = (
-            [tt_sharders[0].dense_sharder, *map(tt_sharders[0].dense_sharder_of, collections.values())] if tt_sharders else []
-        )
-        for dense_sharder in dense_sharders:
+        if collections and not tt_sharders:
+            raise UserError(f"the TT tables of {next(iter(collections))!r} have no sharder: add TTEmbeddingBagCollectionSharder()")
+        if not tt_sharders:
+            return super().enumerate(module, sharders)
+        for dense_sharder in (tt_sharders[0].dense_sharder, *map(tt_sharders[0].dense_sharder_of, collections.values())):
             if not any(isinstance(sharder, type(dense_sharder)) for sharder in other_sharders):
                 other_sharders.append(dense_sharder)
         if isinstance(managed_sharder, TTManagedCollisionEmbeddingBagCollectionSharder):
             dense_managed = _DenseManaged(managed_sharder.dense_sharder)
             other_sharders = [dense_managed if sharder is managed_sharder else sharder for sharder in other_sharders]
         options = super().enumerate(module, other_sharders)
-        if collections and not tt_sharders:
-            raise UserError(f"the TT tables of {next(iter(collections))!r} have no sharder: add TTEmbeddingBagCollectionSharder()")
-        if not tt_sharders:
-            return options
         for path, collection in collections.items():
             dense_path = f"{path}.dense_bags" if path else "dense_bags"
             for option in options:

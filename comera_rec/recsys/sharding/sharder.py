@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
@@ -24,13 +23,13 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.sharding_plan import row_wise
 from torchrec.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,
     LazyAwaitable,
     ModuleSharder,
     NoWait,
-    ParameterSharding,
     ShardedModule,
     ShardingEnv,
     ShardingEnv2D,
@@ -68,6 +67,8 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         >>> plan = TTShardingPlanner(topology).collective_plan(model, sharders, group)  # doctest: +SKIP
         >>> model = DistributedModelParallel(model, plan=plan, sharders=sharders)  # doctest: +SKIP
     """
+
+    module_type = TTEmbeddingBagCollection
 
     def __init__(self, dense_sharder: EmbeddingBagCollectionSharder | None = None) -> None:
         self.dense_sharder = dense_sharder or EmbeddingBagCollectionSharder()
@@ -121,10 +122,6 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         """Raise ValueError: only planners call this, and TorchRec's would take a TT table for the dense one."""
         raise UserError("TorchRec's planner can't estimate TT tables: make the plan with TTShardingPlanner, and give it as plan=")
 
-    @property
-    def module_type(self) -> type[TTEmbeddingBagCollection]:
-        return TTEmbeddingBagCollection
-
 
 def managed_path(path: str, *, has_sharder: bool = False) -> str | None:
     """Return the path of the managed collision module around the collection at `path`; None if there is none.
@@ -169,6 +166,8 @@ class ShardedTTManagedCollisions(ShardedModule[KJTList, list[Tensor], _Output, M
     Raises:
         ValueError: for a dense table, a table that isn't sharded row-wise or has a row order, and too few rows to divide.
     """
+
+    unsharded_module_type = ManagedCollisionEmbeddingBagCollection
 
     def __init__(
         self,
@@ -251,10 +250,6 @@ class ShardedTTManagedCollisions(ShardedModule[KJTList, list[Tensor], _Output, M
         for name, _ in self._managed_collision_collection.named_buffers(append_prefix(prefix, "_managed_collision_collection")):
             yield name
 
-    @property
-    def unsharded_module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
-        return ManagedCollisionEmbeddingBagCollection
-
 
 class TTManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionEmbeddingBagCollectionSharder):
     """Shards `ManagedCollisionEmbeddingBagCollection`s: over TT tables row-wise, others as TorchRec does.
@@ -314,20 +309,13 @@ def _rows_of_processes(
         raise UserError(
             f"table {config.name!r} can't be divided row-wise among {world_size} processes: give it a larger leading mode"
         )
-    dim = 4
-    starts = [process_rank * block for process_rank in range(world_size)]
-    shards = [
-        ShardMetadata(
-            shard_offsets=[start, 0], shard_sizes=[min(block, config.num_embeddings - start), dim], placement=f"rank:{k}/cpu"
-        )
-        for k, start in enumerate(starts)
-    ]
     table = EmbeddingTableConfig(
         name=config.name,
         num_embeddings=config.num_embeddings,
-        embedding_dim=dim,
+        embedding_dim=4,
         feature_names=config.feature_names,
         embedding_names=config.feature_names,
     )
-    sharding = ParameterSharding(ShardingType.ROW_WISE.value, "dense", sharding_spec=EnumerableShardingSpec(shards))
-    return EmbeddingShardingInfo(table, sharding, torch.empty(config.num_embeddings, dim, device="meta"))
+    rows = nn.Parameter(torch.empty(config.num_embeddings, table.embedding_dim, device="meta"))
+    sharding = row_wise(([block] * world_size, "cpu"))(rows, world_size, world_size, "cpu", ManagedCollisionCollectionSharder())
+    return EmbeddingShardingInfo(table, sharding, rows)
