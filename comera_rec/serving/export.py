@@ -20,6 +20,7 @@ from torch._inductor import aoti_compile_and_package
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import fresh_cache
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from comera_rec.convert.export import require_unsharded
 from comera_rec.ops.native import LIBRARY
@@ -180,7 +181,7 @@ def write_package(
             for each, features in zip(inputs, given, strict=True)
         ),
         outputs=tuple(_described_outputs(list(expected.values()))),
-        is_by_row=_is_by_row(inputs, expected, rows),
+        is_by_row=_is_by_row(inputs, expected, rows) and _have_batch_rows(program, inputs[-1]),
         library_version=version("comera-rec"),
         torch_version=torch.__version__,
         form=form,
@@ -341,6 +342,17 @@ def _is_by_row(inputs: Sequence[TensorInput | FeatureInput], expected: Mapping[i
         output.dim() and _are_same(output[:1], expected[1][name]) and _are_same(torch.cat([output] * 3), expected[3 * rows][name])
         for name, output in expected[rows].items()
     )
+
+
+def _have_batch_rows(program: ExportedProgram, last: TensorInput | FeatureInput) -> bool:
+    """Return whether every output has the size of the batch, which the last input has, too.
+
+    The program knows: a sample may have as many ids as rows, and as many of anything else.
+    """
+    sizes = {node.name: node.meta["val"].shape for node in program.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
+    by_batch = sizes[program.graph_signature.user_inputs[-max(1, len(last.tensors) - 1)]][0]  # of the tensor, or of lengths
+    rows = by_batch // (len(last.keys) if isinstance(last, FeatureInput) else 1)
+    return all(statically_known_true(sizes[name][0] == rows) for name in program.graph_signature.user_outputs)
 
 
 def _are_same(wanted: Tensor, actual: Tensor) -> bool:

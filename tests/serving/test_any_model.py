@@ -384,21 +384,26 @@ def test_batches_without_rows(bags: nn.Module, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "shapes", "is_by_row"),
     [
-        (lambda x: (x.tanh(), x.argmax(1)), [(-1, 3), (-1,)], True),
-        (lambda x: x.softmax(0), [(-1, 3)], False),
-        (lambda x: x.cumsum(0), [(-1, 3)], False),
-        (lambda x: (x, x.repeat_interleave(2, 0)), [(-1, 3), (-1, 3)], False),
-        (lambda x: (x @ x.mT, x.mean()), [(-1, -1), ()], False),
+        (lambda x, items: (x.tanh(), x.argmax(1), items.lengths()), [(-1, 3), (-1,), (-1,)], True),
+        (lambda x, _: x.softmax(0), [(-1, 3)], False),
+        (lambda x, _: x.cumsum(0), [(-1, 3)], False),
+        (lambda x, _: (x, x.repeat_interleave(2, 0)), [(-1, 3), (-1, 3)], False),
+        (lambda x, _: (x @ x.mT, x.mean()), [(-1, -1), ()], False),
+        (lambda _, items: items.values().float(), [(-1,)], False),
     ],
 )
 def test_requests_share_a_call_only_if_rows_do_not_depend_on_others(
     function: Callable, shapes: list[tuple[int, ...]], is_by_row: bool, tmp_path: Path
 ) -> None:
     class Model(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return function(x)
+        def forward(self, x: Tensor, items: KeyedJaggedTensor) -> Any:
+            return function(x, items)
 
-    metadata = compare_with_onnxruntime(Model(), torch.rand(2, 3), [torch.rand(5, 3)], tmp_path / "model.onnx")
+    sample, other = (
+        (torch.rand(rows, 3), KeyedJaggedTensor(["item"], torch.arange(rows), lengths=torch.ones(rows, dtype=torch.long)))
+        for rows in (2, 5)
+    )
+    metadata = compare_with_onnxruntime(Model(), sample, [other], tmp_path / "model.onnx")
     assert [output.shape for output in metadata.outputs] == shapes
     assert metadata.is_by_row == is_by_row
 

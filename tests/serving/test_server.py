@@ -394,7 +394,7 @@ def test_port_in_use(model: Path) -> None:
 
 
 def test_merged_requests() -> None:
-    """Rows of two keys keep their values and weights, including lists of any length; a bad one leaves the others their answers."""
+    """Rows of two keys keep their values and weights, including lists of any length; bad ones leave the others their answers."""
     features = FeatureInput(prefix="", keys={"a": None, "b": None}, is_weighted=True)
     inputs = (TensorInput(name="dense", datatype="FP32", shape=(-1, 1)), features)
     metadata = ModelMetadata(
@@ -414,7 +414,7 @@ def test_merged_requests() -> None:
         calls.append(len(rows))
         if 37 in rows:
             raise ValueError("bad")
-        return [rows]
+        return [rows.repeat(2, 1) if 38 in rows else rows]
 
     async def ask() -> list[Any]:
         batcher, by_row = Batcher(max_rows=64, max_queue=64), replace(metadata, inputs=inputs[:1], is_by_row=True)
@@ -425,7 +425,7 @@ def test_merged_requests() -> None:
     answers = asyncio.run(ask())
     assert str(answers.pop(37)) == "bad"
     assert [int(outputs[0][0, 0]) for outputs, _ in answers] == [*range(37), *range(38, 64)]
-    assert len(calls) == 13, "halves find the one at fault"
+    assert len(calls) == 15, "halves find those at fault"
 
 
 def test_load_with_new_versions(package: Callable[[str], Path], data: Path, tmp_path: Path) -> None:
