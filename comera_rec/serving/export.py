@@ -34,6 +34,7 @@ from comera_rec.serving.arguments import (
     named_outputs,
     rebuilt,
     select_rows,
+    with_changed_rows,
 )  # fmt: skip
 from comera_rec.serving.decompositions import DECOMPOSITIONS
 from comera_rec.serving.forms import FORMS, id_limits, serving_copy
@@ -163,6 +164,7 @@ def write_package(
     flat_batches = {count: flattened(batch) for count, batch in batches.items()}
     with _evaluating(model):
         expected = {count: _outputs(model, batch) for count, batch in batches.items()}
+        is_by_row = _is_by_row(model, inputs, batches, rows, expected)
         served, called = serving_copy(model, batches[rows], form, dtype)
         flat = _FlatModel(served, arguments)
         if dtype != "float32":  # what isn't rounded must be the model's; then rounded tables are what was asked for
@@ -181,7 +183,7 @@ def write_package(
             for each, features in zip(inputs, given, strict=True)
         ),
         outputs=tuple(_described_outputs(list(expected.values()))),
-        is_by_row=_is_by_row(inputs, expected, rows) and _have_batch_rows(program, inputs[-1]),
+        is_by_row=is_by_row and _have_batch_rows(program, inputs[-1]),
         library_version=version("comera-rec"),
         torch_version=torch.__version__,
         form=form,
@@ -331,15 +333,31 @@ def _described_outputs(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[Tens
         yield TensorInput(name=name, datatype=datatype_of(one), shape=shape)
 
 
-def _is_by_row(inputs: Sequence[TensorInput | FeatureInput], expected: Mapping[int, Mapping[str, Tensor]], rows: int) -> bool:
-    """Return whether rows have the same outputs in any batch, from those of the sample, of one row, and of the sample thrice.
+def _is_by_row(
+    model: nn.Module,
+    inputs: Sequence[TensorInput | FeatureInput],
+    batches: Mapping[int, Any],
+    rows: int,
+    expected: Mapping[int, Mapping[str, Tensor]],
+) -> bool:
+    """Return whether rows of the sample have the same outputs alone, in the sample thrice, and there beside rows that are changed.
 
     Rows of a sample that are all equal show nothing.
     """
     if all(not output.dim() or _are_same(output[:1].expand_as(output), output) for output in expected[rows].values()):
         return False
-    return all(each.shape[:1] == (-1,) for each in inputs if isinstance(each, TensorInput)) and all(
-        output.dim() and _are_same(output[:1], expected[1][name]) and _are_same(torch.cat([output] * 3), expected[3 * rows][name])
+    if any(each.shape[:1] != (-1,) for each in inputs if isinstance(each, TensorInput)):
+        return False
+    try:
+        last = _outputs(model, select_rows(batches[rows], rows, torch.tensor([rows - 1])))
+        changed = _outputs(model, with_changed_rows(batches[3 * rows], rows))
+    except UserError:  # of a model that doesn't take any numbers or lengths
+        return False
+    return all(
+        output.dim()
+        and _are_same(torch.cat([output[:1], output[-1:]]), torch.cat([expected[1][name], last[name]]))
+        and _are_same(torch.cat([output] * 3), expected[3 * rows][name])
+        and _are_same(output, changed[name][-rows:])
         for name, output in expected[rows].items()
     )
 

@@ -390,6 +390,8 @@ def test_batches_without_rows(bags: nn.Module, tmp_path: Path) -> None:
         (lambda x, _: (x, x.repeat_interleave(2, 0)), [(-1, 3), (-1, 3)], False),
         (lambda x, _: (x @ x.mT, x.mean()), [(-1, -1), ()], False),
         (lambda _, items: items.values().float(), [(-1,)], False),
+        (lambda x, _: x / x.max(), [(-1, 3)], False),
+        (lambda _, items: items["item"].to_padded_dense().float().mean(1), [(-1,)], False),
     ],
 )
 def test_requests_share_a_call_only_if_rows_do_not_depend_on_others(
@@ -400,8 +402,8 @@ def test_requests_share_a_call_only_if_rows_do_not_depend_on_others(
             return function(x, items)
 
     sample, other = (
-        (torch.rand(rows, 3), KeyedJaggedTensor(["item"], torch.arange(rows), lengths=torch.ones(rows, dtype=torch.long)))
-        for rows in (2, 5)
+        (torch.rand(len(ids), 3).sort(0, descending=True)[0], KeyedJaggedTensor(["item"], ids, lengths=torch.ones_like(ids)))
+        for ids in (torch.arange(2), torch.arange(5))
     )
     metadata = compare_with_onnxruntime(Model(), sample, [other], tmp_path / "model.onnx")
     assert [output.shape for output in metadata.outputs] == shapes
