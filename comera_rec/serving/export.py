@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -313,6 +314,8 @@ def _compile(program: ExportedProgram, path: Path, facts: Mapping[str, str]) -> 
     # Every weight stays one, or those that are small or have equal values would become part of the code.
     configs: dict[str, Any] = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
     configs["aot_inductor.metadata"] = dict(facts)
+    if _picks_by_given_numbers(program):
+        configs["cpp.threads"] = 1  # an error in a loop of several threads ends the process
     try:
         with _without_warnings():
             pick_vec_isa()  # compiles programs to detect CPU features: in the common cache, or every export would repeat it
@@ -324,6 +327,20 @@ def _compile(program: ExportedProgram, path: Path, facts: Mapping[str, str]) -> 
             "takes the model, and paths of Python and TMPDIR without spaces"
         ) from error
     path.write_bytes(package.getbuffer())
+
+
+def _picks_by_given_numbers(program: ExportedProgram) -> bool:
+    """Return whether numbers of the caller choose elements, other than in the lookups that check them first."""
+    given = set[str](program.graph_signature.user_inputs)  # and what is computed from them
+    for node in program.graph.nodes:
+        before = [each.name for each in node.all_input_nodes]
+        if re.match(r"aten\.(index|gather|scatter|take|put)", str(node.target)) and not given.isdisjoint(before[1:]):
+            _, kind = [("", ""), *node.meta.get("nn_module_stack", {}).values()][-1]
+            if not re.search(r"comera_rec\.serving\.|torch\.nn\.modules\.sparse\.", str(kind)):
+                return True
+        if isinstance(node.meta.get("val"), Tensor) and not given.isdisjoint(before):
+            given.add(node.name)
+    return False
 
 
 def _described_outputs(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[TensorInput]:
