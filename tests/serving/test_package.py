@@ -163,9 +163,9 @@ def test_bad_requests(form: str, number: int, change: Callable, message: str, pa
     refuse(message, model, *(change(part.clone()) if k == number else part for k, part in enumerate(request_of(3))))
 
 
-def test_bad_ids_are_found_though_outputs_are_integers(model: Path, request_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_ids_are_found_though_outputs_are_numbers(model: Path, request_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     best, (dense, values, lengths) = ServingModel(model), request_of(3)
-    monkeypatch.setattr(best, "loader", SimpleNamespace(run=lambda tensors: [torch.zeros(3).long()]))
+    monkeypatch.setattr(best, "loader", SimpleNamespace(run=lambda tensors: [torch.zeros(3)]))
     assert best(dense, values, lengths)[0].tolist() == [0, 0, 0]
     refuse("id -1 is out of range in column C1", best, dense, setting(0, -1)(values), lengths)
 
