@@ -7,6 +7,7 @@ import io
 import logging
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ from comera_rec.serving.package import (
 from data_pipeline.atomic import folder_beside
 from data_pipeline.errors import UserError
 
+_LOCK = threading.Lock()  # torch captures and compiles one model at a time
 SUFFIXES = (".pt2", ".onnx", ".weights")
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -116,7 +118,7 @@ def put_in_place(path: Path, write: Callable[[Path, ServingModel | None], ModelM
         require_package(path)
     package = ServingModel(path.with_suffix(".pt2")) if path.suffix == ".weights" else None
     try:
-        with folder_beside(path) as work:
+        with _LOCK, folder_beside(path) as work:
             written = work / path.name
             metadata = write(written, package)
             if path.suffix != ".onnx":
