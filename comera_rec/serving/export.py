@@ -218,11 +218,13 @@ def write_package(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, without gradients, for a while.
+    """Put a model in evaluation mode, without gradients, for a while; its buffers then are as before, though calls change them.
 
     Meanwhile torch's encoders call their layers: the operator that they call otherwise needs dense ones, and isn't captured.
     """
     training, is_fast = [module for module in model.modules() if module.training], torch.backends.mha.get_fastpath_enabled()
+    buffers = [(each._buffers, dict(each._buffers)) for each in model.modules()]
+    values = [(each, each.clone()) for _, before in buffers for each in before.values() if each is not None]
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -230,6 +232,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fast)
+        for present, before in buffers:
+            present.update(before)
+        with torch.no_grad():
+            for each, value in values:
+                if not each.equal(value):
+                    each.copy_(value)
         for module in training:
             module.training = True
 

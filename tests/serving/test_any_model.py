@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -424,6 +425,24 @@ def test_torchs_encoders_are_captured_without_their_fast_path(tmp_path: Path) ->
     sample, other = ((torch.rand(rows, 3, 8), torch.arange(3) >= torch.arange(1, rows + 1)[:, None]) for rows in (2, 4))
     compare_with_onnxruntime(model, sample, [sample, other], tmp_path / "model.onnx")
     assert torch.backends.mha.get_fastpath_enabled()
+def test_exports_of_two_threads_leave_buffers_as_they_are(tmp_path: Path) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.mean = nn.Buffer(torch.zeros(())), nn.Buffer(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.mean = 0.9 * self.mean + x.mean(0)
+            return x.tanh()
+
+    pytest.importorskip("onnxruntime")
+    models = [Counts(), Counts()]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda n: cr.export(models[n], torch.rand(2, 3), tmp_path / f"{n}.onnx"), range(2)))
+    assert not any(each.any() for model in models for each in model.buffers())
+
+
 
 
 def test_losses_of_large_logits_are_exact(tmp_path: Path) -> None:
