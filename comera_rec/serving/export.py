@@ -408,7 +408,7 @@ def _require_same(expected: Mapping[str, Tensor], outputs: Sequence[Tensor], row
     """Raise ValueError unless a package returns the model's outputs."""
     for (name, wanted), actual in zip(expected.items(), outputs, strict=True):
         if not _are_same(wanted, actual):
-            by = "in shape" if wanted.shape != actual.shape else f"by {float((wanted - actual).abs().max()):.1e}"
+            by = "in shape" if wanted.shape != actual.shape else f"by {float((wanted.double() - actual.double()).abs().max()):.1e}"
             raise UserError(
                 f"{name} of the package differs {by} from the model's on {rows} rows: make forward depend on the values of its "
                 "tensors alone, and not on random numbers"
