@@ -244,11 +244,14 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def _outputs(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
-        return dict(named_outputs(model(**arguments)))
+        outputs = dict(named_outputs(model(**arguments)))
     except ValueError:
         raise
     except Exception as error:
         raise UserError(f"forward fails on sample_batch: {type(error).__name__}: {_one_line(error)}") from error
+    if not outputs:
+        raise UserError("forward returns no tensor: return one, or several by name")
+    return outputs
 
 
 class _FlatModel(nn.Module):
