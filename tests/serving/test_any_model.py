@@ -116,7 +116,7 @@ class Broken(nn.Module):
         super().__init__()
         self.tables, self.mistake = cr.compress_(collection("cpu", "user", "item"), tables=CONFIG), mistake
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Any:
         pooled = self.tables(sparse).values()
         if self.mistake == "branches":
             return pooled if dense.sum() > 0 else -pooled
@@ -125,6 +125,12 @@ class Broken(nn.Module):
             return pooled + torch.ops.fbgemm.segment_sum_csr(1, offsets, sparse.values().float())[:, None]
         if self.mistake == "random":
             return dense + torch.rand(dense.shape[0], 1)
+        if self.mistake == "random flags":
+            return torch.rand(dense.shape[0], 64) > 0.5
+        if self.mistake == "name":
+            return {"sparse": pooled, "dense": dense.tanh()}
+        if self.mistake == "nothing":
+            return {"rows": dense.shape[0]}
         if self.mistake == "class":
             return pooled * (1 + isinstance(self.tables, cr.TTEmbeddingBagCollection))
         return dense @ dense if self.mistake == "shapes" else pooled
@@ -152,6 +158,9 @@ THREE_ROWS = KeyedJaggedTensor(["user"], torch.arange(3), lengths=torch.ones(3, 
         ("branches", inputs(), {}, "the model can't be captured: "),
         ("foreign operator", inputs(), {}, "a package can't call fbgemm.segment_sum_csr.default (in the model)"),
         ("random", inputs(), {}, "output of the package differs by "),
+        ("random flags", inputs(), {}, "output of the package differs by 1.0e+00 from the model's on 4 rows"),
+        ("name", inputs(), {}, "an input and an output are named dense: "),
+        ("nothing", inputs(), {}, "forward returns no tensor: "),
         ("class", inputs(), {"dtype": "int8"}, "output of the package differs by "),
         ("", inputs(), {"form": "slow"}, "form is 'slow': choose 'portable' or 'fast'"),
         ("", inputs(), {"dtype": "int4"}, "dtype is 'int4': choose one of 'float32', 'bfloat16', 'int8'"),
@@ -160,9 +169,10 @@ THREE_ROWS = KeyedJaggedTensor(["user"], torch.arange(3), lengths=torch.ones(3, 
 def test_mistakes_are_one_line_and_leave_nothing(
     mistake: str, sample: Any, options: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    if mistake == "random":
+    is_onnx = mistake in ("random", "random flags", "name")
+    if is_onnx:
         pytest.importorskip("onnxruntime")
-    output = tmp_path / ("model.onnx" if mistake == "random" else "model.pt2")  # which would be compiled first
+    output = tmp_path / ("model.onnx" if is_onnx else "model.pt2")  # which would be compiled first
     (tmp_path / f".{output.name}.partial").mkdir()  # of an export that was killed
     refuse(re.escape(message), cr.export, Broken(mistake), sample, output, **options)
     assert list(tmp_path.iterdir()) == []
@@ -415,16 +425,6 @@ def test_requests_share_a_call_only_if_rows_do_not_depend_on_others(
     assert metadata.is_by_row == is_by_row
 
 
-def test_torchs_encoders_are_captured_without_their_fast_path(tmp_path: Path) -> None:
-    class First(nn.TransformerEncoder):
-        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-            return super().forward(x, src_key_padding_mask=padding)[:, 0]
-
-    model = First(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1, enable_nested_tensor=False)
-    cr.compress_(model, linears=cr.LinearCompression(tt_ranks=2, policy="always", min_features=8))
-    sample, other = ((torch.rand(rows, 3, 8), torch.arange(3) >= torch.arange(1, rows + 1)[:, None]) for rows in (2, 4))
-    compare_with_onnxruntime(model, sample, [sample, other], tmp_path / "model.onnx")
-    assert torch.backends.mha.get_fastpath_enabled()
 def test_exports_of_two_threads_leave_buffers_as_they_are(tmp_path: Path) -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
@@ -443,6 +443,16 @@ def test_exports_of_two_threads_leave_buffers_as_they_are(tmp_path: Path) -> Non
     assert not any(each.any() for model in models for each in model.buffers())
 
 
+def test_torchs_encoders_are_captured_without_their_fast_path(tmp_path: Path) -> None:
+    class First(nn.TransformerEncoder):
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            return super().forward(x, src_key_padding_mask=padding)[:, 0]
+
+    model = First(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1, enable_nested_tensor=False)
+    cr.compress_(model, linears=cr.LinearCompression(tt_ranks=2, policy="always", min_features=8))
+    sample, other = ((torch.rand(rows, 3, 8), torch.arange(3) >= torch.arange(1, rows + 1)[:, None]) for rows in (2, 4))
+    compare_with_onnxruntime(model, sample, [sample, other], tmp_path / "model.onnx")
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_losses_of_large_logits_are_exact(tmp_path: Path) -> None:
