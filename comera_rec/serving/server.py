@@ -184,7 +184,7 @@ class Server:
             raise _Refused(404, f"{path} isn't served here: {here}")
         if method != taken and (method, taken) != ("HEAD", "GET"):  # uvicorn leaves out the body
             raise _Refused(405, f"{path} is read by {method}: use {taken}")
-        if encoding != "identity":
+        if encoding.lower() != "identity":
             raise _Refused(415, f"the body has the content encoding {encoding!r}: send it as it is")
 
     def _refusal(self, error: Exception, route: str) -> _Response:

@@ -263,9 +263,10 @@ def test_limits(model: Path, data: Path) -> None:
         assert client.post(INFER, json=good).status_code == 200
 
 
-def test_chunked_bodies(client: httpx.Client, data: Path) -> None:
+def test_chunked_and_plain_bodies(client: httpx.Client, data: Path) -> None:
     body = json.dumps(good_rows(data)[0]).encode()
     assert client.post(INFER, content=(body[k : k + 100] for k in range(0, len(body), 100))).status_code == 200
+    assert client.post(INFER, content=body, headers={"Content-Encoding": "Identity"}).status_code == 200
     answer = client.post("/score", content=(b" " * (1 << 20) for _ in range(9)))
     assert (answer.status_code, error_of(answer)) == (413, f"the body has more than {8 << 20} bytes: send fewer rows at a time")
 
