@@ -265,6 +265,7 @@ def test_urls_and_mounts_are_refused_as_output(options: PreprocessOptions, tmp_p
         ("s3://bucket/data", "s3:/bucket/data is a URL, which this command can't write to; write to a local"),
         ("/proc", "/proc is a mount point; name a folder in it, such as /proc/d"),
     ):
+        ("/dev/null", "/dev/null is a pipe or a device; name a regular file or a folder"),
         refuse(f"`output` {message}", lambda output=output: preprocess(replace(options, output=Path(output))))
     with pytest.raises(ValueError, match=r"`input` gs://bucket/log: .*; run pip install s3fs for s3://, gcsfs for gs://"):
         preprocess(replace(options, inputs=("gs://bucket/log",)))
