@@ -29,8 +29,8 @@ def resolved(output: Path) -> Path:
     """Resolve the symbolic links in an output path.
 
     Raises:
-        ValueError: it is a URL, a pipe or a device, leads to a link to itself, is a mount point, which nothing can be renamed to, or
-            isn't UTF-8.
+        ValueError: it is a URL, a pipe or a device, leads to a link to itself, is a mount point, which nothing can be renamed to,
+            or isn't UTF-8.
     """
     if _URL.match(str(output)):
         raise UserError(f"`output` {output} is a URL, which this command can't write to; write to a local folder and copy it there")
