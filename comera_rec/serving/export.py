@@ -31,7 +31,6 @@ from comera_rec.serving.arguments import (
     datatype_of,
     described,
     flattened,
-    leaves,
     named_arguments,
     named_outputs,
     rebuilt,
@@ -39,7 +38,7 @@ from comera_rec.serving.arguments import (
     with_changed_rows,
 )  # fmt: skip
 from comera_rec.serving.decompositions import DECOMPOSITIONS
-from comera_rec.serving.forms import FORMS, id_limits, serving_copy
+from comera_rec.serving.forms import FORMS, serving_copy
 from comera_rec.serving.onnx import write_onnx
 from comera_rec.serving.package import (
     FORMAT_VERSION,
@@ -168,7 +167,7 @@ def write_package(
     with _evaluating(model):
         expected = {count: _outputs(model, batch) for count, batch in batches.items()}
         is_by_row = _is_by_row(model, inputs, batches, rows, expected)
-        served, called = serving_copy(model, batches[rows], form, dtype)
+        served, limits = serving_copy(model, batches[rows], form, dtype)
         flat = _FlatModel(served, arguments)
         if dtype != "float32":  # what isn't rounded must be the model's; then rounded tables are what was asked for
             exact = _FlatModel(serving_copy(model, batches[rows], form, "float32")[0], arguments)
@@ -176,15 +175,11 @@ def write_package(
                 _require_same(expected[count], exact(*tensors), count)
             expected = {count: dict(zip(expected[rows], flat(*tensors), strict=True)) for count, tensors in flat_batches.items()}
         program = _captured(flat, flat_batches[2 * rows], inputs, form)
-    given = [leaf for _, leaf in leaves(batches[rows])]
     in_code = program.graph_signature.lifted_tensor_constants
     weights = {name: each for name, each in {**program.state_dict, **program.constants}.items() if name not in in_code}
     metadata = ModelMetadata(
         format_version=FORMAT_VERSION,
-        inputs=tuple(
-            replace(each, keys=id_limits(features, called)) if isinstance(each, FeatureInput) else each
-            for each, features in zip(inputs, given, strict=True)
-        ),
+        inputs=tuple(replace(each, keys=limits.pop(0)) if isinstance(each, FeatureInput) else each for each in inputs),
         outputs=tuple(_described_outputs(list(expected.values()))),
         is_by_row=is_by_row and _have_batch_rows(program, inputs[-1]),
         library_version=version("comera-rec"),
