@@ -29,12 +29,15 @@ def resolved(output: Path) -> Path:
     """Resolve the symbolic links in an output path.
 
     Raises:
-        ValueError: it is a URL, leads to a link to itself, is a mount point, which nothing can be renamed to, or isn't UTF-8.
+        ValueError: it is a URL, a pipe or a device, leads to a link to itself, is a mount point, which nothing can be renamed to,
+            or isn't UTF-8.
     """
     if _URL.match(str(output)):
         raise UserError(f"`output` {output} is a URL, which this command can't write to; write to a local folder and copy it there")
     if os.path.ismount(output):
         raise UserError(f"`output` {output} is a mount point; name a folder in it, such as {output / 'data'}")
+    if output.exists() and not output.is_file() and not output.is_dir():
+        raise UserError(f"`output` {output} is a pipe or a device; name a regular file or a folder")
     target = Path(os.path.realpath(output))  # leaves links to themselves, for which `Path.resolve` raises before Python 3.13
     require_utf8("output", str(target))
     if any(path.is_symlink() for path in (target, *target.parents)):

@@ -168,14 +168,19 @@ def detect_criteo_schema(text: bytes) -> LogSchema:
     """Return Criteo's schema, with or without label according to the number of columns in most of a log's first lines.
 
     Raises:
-        ValueError: no line has 40 or 39 columns.
+        ValueError: no line has 40 or 39 columns, or lines of 39 have a label.
     """
-    counts = Counter(line.count(b"\t") + 1 for line in text.split(b"\n", 100)[:100])
+    lines = [line.split(b"\t") for line in text.split(b"\n", 100)[:100]]
+    counts = Counter(map(len, lines))
     labeled, unlabeled = counts[_UNLABELED + 1], counts[_UNLABELED]
-    if not labeled and not unlabeled:
-        columns = counts.most_common(1)[0][0]
+    found = "" if labeled or unlabeled else f"{counts.most_common(1)[0][0]} columns"
+    if unlabeled > labeled:
+        firsts, keys = ({cells[at] for cells in lines if len(cells) == _UNLABELED} for at in (0, len(INTEGERS)))
+        if firsts <= {b"0", b"1"} and any(keys) and all(re.fullmatch(rb"(-?\d{1,7})?", key) for key in keys):  # I13, not C1
+            found = f"a label and {_UNLABELED - 1} other columns: the last is missing"
+    if found:
         raise UserError(
-            f"{columns} columns; Criteo logs have 40 (label, I1..I13, C1..C26), or 39 without label, separated by tabs; "
+            f"{found}; Criteo logs have 40 (label, I1..I13, C1..C26), or 39 without label, separated by tabs; "
             "describe other logs with `schema`"
         )
     return criteo_schema(labeled=labeled >= unlabeled)

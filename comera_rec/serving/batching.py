@@ -83,6 +83,8 @@ def _answer(requests: Sequence[_Waiting]) -> None:
         merged = merge([request.tensors for request in requests], version.model.metadata)
         with torch.inference_mode():
             outputs = [output.numpy() for output in version.model.run(*map(torch.from_numpy, merged))]
+        if len(requests) > 1 and any(len(output) != sum(request.rows for request in requests) for output in outputs):
+            raise ValueError("outputs have another number of rows")
     except Exception as error:
         if len(requests) == 1:
             requests[0].outputs.set_exception(error)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import re
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from torch._inductor import aoti_compile_and_package
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import fresh_cache
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from comera_rec.convert.export import require_unsharded
 from comera_rec.ops.native import LIBRARY
@@ -28,14 +31,14 @@ from comera_rec.serving.arguments import (
     datatype_of,
     described,
     flattened,
-    leaves,
     named_arguments,
     named_outputs,
     rebuilt,
     select_rows,
+    with_changed_rows,
 )  # fmt: skip
 from comera_rec.serving.decompositions import DECOMPOSITIONS
-from comera_rec.serving.forms import FORMS, id_limits, serving_copy
+from comera_rec.serving.forms import FORMS, serving_copy
 from comera_rec.serving.onnx import write_onnx
 from comera_rec.serving.package import (
     FORMAT_VERSION,
@@ -51,6 +54,7 @@ from comera_rec.serving.package import (
 from data_pipeline.atomic import folder_beside
 from data_pipeline.errors import UserError
 
+_LOCK = threading.Lock()  # torch captures and compiles one model at a time
 SUFFIXES = (".pt2", ".onnx", ".weights")
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -113,7 +117,7 @@ def put_in_place(path: Path, write: Callable[[Path, ServingModel | None], ModelM
         require_package(path)
     package = ServingModel(path.with_suffix(".pt2")) if path.suffix == ".weights" else None
     try:
-        with folder_beside(path) as work:
+        with _LOCK, folder_beside(path) as work:
             written = work / path.name
             metadata = write(written, package)
             if path.suffix != ".onnx":
@@ -162,7 +166,8 @@ def write_package(
     flat_batches = {count: flattened(batch) for count, batch in batches.items()}
     with _evaluating(model):
         expected = {count: _outputs(model, batch) for count, batch in batches.items()}
-        served, called = serving_copy(model, batches[rows], form, dtype)
+        is_by_row = _is_by_row(model, inputs, batches, rows, expected)
+        served, limits = serving_copy(model, batches[rows], form, dtype)
         flat = _FlatModel(served, arguments)
         if dtype != "float32":  # what isn't rounded must be the model's; then rounded tables are what was asked for
             exact = _FlatModel(serving_copy(model, batches[rows], form, "float32")[0], arguments)
@@ -170,17 +175,13 @@ def write_package(
                 _require_same(expected[count], exact(*tensors), count)
             expected = {count: dict(zip(expected[rows], flat(*tensors), strict=True)) for count, tensors in flat_batches.items()}
         program = _captured(flat, flat_batches[2 * rows], inputs, form)
-    given = [leaf for _, leaf in leaves(batches[rows])]
     in_code = program.graph_signature.lifted_tensor_constants
     weights = {name: each for name, each in {**program.state_dict, **program.constants}.items() if name not in in_code}
     metadata = ModelMetadata(
         format_version=FORMAT_VERSION,
-        inputs=tuple(
-            replace(each, keys=id_limits(features, called)) if isinstance(each, FeatureInput) else each
-            for each, features in zip(inputs, given, strict=True)
-        ),
+        inputs=tuple(replace(each, keys=limits.pop(0)) if isinstance(each, FeatureInput) else each for each in inputs),
         outputs=tuple(_described_outputs(list(expected.values()))),
-        is_by_row=_is_by_row(inputs, expected, rows),
+        is_by_row=is_by_row and _have_batch_rows(program, inputs[-1]),
         library_version=version("comera-rec"),
         torch_version=torch.__version__,
         form=form,
@@ -212,11 +213,13 @@ def write_package(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, without gradients, for a while.
+    """Put a model in evaluation mode, without gradients, for a while; its buffers then are as before, though calls change them.
 
     Meanwhile torch's encoders call their layers: the operator that they call otherwise needs dense ones, and isn't captured.
     """
     training, is_fast = [module for module in model.modules() if module.training], torch.backends.mha.get_fastpath_enabled()
+    buffers = [(each._buffers, dict(each._buffers)) for each in model.modules()]
+    values = [(each, each.clone()) for _, before in buffers for each in before.values() if each is not None]
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -224,17 +227,26 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fast)
+        for present, before in buffers:
+            present.update(before)
+        with torch.no_grad():
+            for each, value in values:
+                if not each.equal(value):
+                    each.copy_(value)
         for module in training:
             module.training = True
 
 
 def _outputs(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
-        return dict(named_outputs(model(**arguments)))
+        outputs = dict(named_outputs(model(**arguments)))
     except ValueError:
         raise
     except Exception as error:
         raise UserError(f"forward fails on sample_batch: {type(error).__name__}: {_one_line(error)}") from error
+    if not outputs:
+        raise UserError("forward returns no tensor: return one, or several by name")
+    return outputs
 
 
 class _FlatModel(nn.Module):
@@ -310,6 +322,8 @@ def _compile(program: ExportedProgram, path: Path, facts: Mapping[str, str]) -> 
     # Every weight stays one, or those that are small or have equal values would become part of the code.
     configs: dict[str, Any] = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
     configs["aot_inductor.metadata"] = dict(facts)
+    if _picks_by_given_numbers(program):
+        configs["cpp.threads"] = 1  # an error in a loop of several threads ends the process
     try:
         with _without_warnings():
             pick_vec_isa()  # compiles programs to detect CPU features: in the common cache, or every export would repeat it
@@ -323,6 +337,20 @@ def _compile(program: ExportedProgram, path: Path, facts: Mapping[str, str]) -> 
     path.write_bytes(package.getbuffer())
 
 
+def _picks_by_given_numbers(program: ExportedProgram) -> bool:
+    """Return whether numbers of the caller choose elements, other than in the lookups that check them first."""
+    given = set[str](program.graph_signature.user_inputs)  # and what is computed from them
+    for node in program.graph.nodes:
+        before = [each.name for each in node.all_input_nodes]
+        if re.match(r"aten\.(index|gather|scatter|take|put)", str(node.target)) and not given.isdisjoint(before[1:]):
+            _, kind = [("", ""), *node.meta.get("nn_module_stack", {}).values()][-1]
+            if not re.search(r"comera_rec\.serving\.|torch\.nn\.modules\.sparse\.", str(kind)):
+                return True
+        if isinstance(node.meta.get("val"), Tensor) and not given.isdisjoint(before):
+            given.add(node.name)
+    return False
+
+
 def _described_outputs(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[TensorInput]:
     for name, one in batches[0].items():
         sizes = zip(*(batch[name].shape for batch in batches), strict=False)
@@ -330,17 +358,44 @@ def _described_outputs(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[Tens
         yield TensorInput(name=name, datatype=datatype_of(one), shape=shape)
 
 
-def _is_by_row(inputs: Sequence[TensorInput | FeatureInput], expected: Mapping[int, Mapping[str, Tensor]], rows: int) -> bool:
-    """Return whether rows have the same outputs in any batch, from those of the sample, of one row, and of the sample thrice.
+def _is_by_row(
+    model: nn.Module,
+    inputs: Sequence[TensorInput | FeatureInput],
+    batches: Mapping[int, Any],
+    rows: int,
+    expected: Mapping[int, Mapping[str, Tensor]],
+) -> bool:
+    """Return whether rows of the sample have the same outputs alone, in the sample thrice, and there beside rows that are changed.
 
     Rows of a sample that are all equal show nothing.
     """
     if all(not output.dim() or _are_same(output[:1].expand_as(output), output) for output in expected[rows].values()):
         return False
-    return all(each.shape[:1] == (-1,) for each in inputs if isinstance(each, TensorInput)) and all(
-        output.dim() and _are_same(output[:1], expected[1][name]) and _are_same(torch.cat([output] * 3), expected[3 * rows][name])
+    if any(each.shape[:1] != (-1,) for each in inputs if isinstance(each, TensorInput)):
+        return False
+    try:
+        last = _outputs(model, select_rows(batches[rows], rows, torch.tensor([rows - 1])))
+        changed = _outputs(model, with_changed_rows(batches[3 * rows], rows))
+    except UserError:  # of a model that doesn't take any numbers or lengths
+        return False
+    return all(
+        output.dim()
+        and _are_same(torch.cat([output[:1], output[-1:]]), torch.cat([expected[1][name], last[name]]))
+        and _are_same(torch.cat([output] * 3), expected[3 * rows][name])
+        and _are_same(output, changed[name][-rows:])
         for name, output in expected[rows].items()
     )
+
+
+def _have_batch_rows(program: ExportedProgram, last: TensorInput | FeatureInput) -> bool:
+    """Return whether every output has the size of the batch, which the last input has, too.
+
+    The program knows: a sample may have as many ids as rows, and as many of anything else.
+    """
+    sizes = {node.name: node.meta["val"].shape for node in program.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
+    by_batch = sizes[program.graph_signature.user_inputs[-max(1, len(last.tensors) - 1)]][0]  # of the tensor, or of lengths
+    rows = by_batch // (len(last.keys) if isinstance(last, FeatureInput) else 1)
+    return all(statically_known_true(sizes[name][0] == rows) for name in program.graph_signature.user_outputs)
 
 
 def _are_same(wanted: Tensor, actual: Tensor) -> bool:
@@ -351,7 +406,7 @@ def _require_same(expected: Mapping[str, Tensor], outputs: Sequence[Tensor], row
     """Raise ValueError unless a package returns the model's outputs."""
     for (name, wanted), actual in zip(expected.items(), outputs, strict=True):
         if not _are_same(wanted, actual):
-            by = "in shape" if wanted.shape != actual.shape else f"by {float((wanted - actual).abs().max()):.1e}"
+            by = "in shape" if wanted.shape != actual.shape else f"by {float((wanted.double() - actual.double()).abs().max()):.1e}"
             raise UserError(
                 f"{name} of the package differs {by} from the model's on {rows} rows: make forward depend on the values of its "
                 "tensors alone, and not on random numbers"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,9 +96,14 @@ class FastTables(ServedTables):
         return self._bags(self.rows_of(values, lengths), lengths)
 
     def rows(self, values: Tensor, lengths: Tensor) -> Tensor:
-        # Each value is a bag, of its own feature alone.
-        lengths_FV = torch.arange(self.features)[:, None] == self.feature_of(values, lengths)
-        return self._bags(self.rows_of(values, lengths), lengths_FV.long().flatten()).sum(1)
+        # The k-th value of each feature is its k-th bag: as many bags as the feature with most values has.
+        counts = self._by_feature(lengths).clamp(0, values.shape[0]).sum(1)
+        most: Any = counts.max().clamp(min=1).item()
+        torch._check(most >= 1)
+        lengths_FB = torch.arange(most) < counts[:, None]
+        rows_BFN, feature = self._bags(self.rows_of(values, lengths), lengths_FB.long().flatten()), self.feature_of(values, lengths)
+        bag = torch.arange(values.shape[0]) - (counts.cumsum(0) - counts)[feature]
+        return rows_BFN[bag.clamp(max=most - 1), feature]  # values beyond all lengths are in no bag
 
     def _bags(self, values: Tensor, lengths: Tensor) -> Tensor:
         return served_bags(Packed(self.storage, self.layout, self.slabs), values, lengths, self.columns)

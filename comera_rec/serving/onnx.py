@@ -88,8 +88,11 @@ def write_onnx(
     """Write a captured model, and return a function that runs the file in onnxruntime.
 
     Raises:
-        ValueError: if onnxscript or onnxruntime is missing, for an operator that ONNX lacks, or a file that onnxruntime refuses.
+        ValueError: if onnxscript or onnxruntime is missing, for an operator that ONNX lacks, a file that onnxruntime refuses, or an
+            output with the name of an input.
     """
+    if both := [name for name in outputs if name in inputs]:
+        raise UserError(f"an input and an output are named {both[0]}: ONNX needs two names, so rename the output in forward")
     with naming_extras():
         import onnxruntime
         import onnxscript  # noqa: F401  torch.onnx needs it

@@ -79,6 +79,11 @@ class FeatureInput:
         parts = {"values": "INT64", "lengths": "INT64"} | ({"weights": "FP32"} if self.is_weighted else {})
         return tuple(TensorInput(name=self.prefix + part, datatype=datatype, shape=(-1,)) for part, datatype in parts.items())
 
+    @cached_property
+    def largest(self) -> np.ndarray:
+        """The largest id of each key, [K] uint64; -1 as such where any id is accepted."""
+        return np.array([-1 if limit is None else limit - 1 for limit in self.keys.values()]).view(np.uint64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetadata:
@@ -377,8 +382,6 @@ class ServingModel:
             self._require_numbers(tensors)
             if self.metadata.run:
                 raise UserError("scores are not numbers: a dense value is too large, or the model has diverged")
-        elif not all(output.is_floating_point() for output in outputs):  # others can't be NaN
-            self._require_known_ids(tensors)
         return tuple(outputs)
 
     def check(self, *arrays: np.ndarray) -> int:
@@ -413,14 +416,8 @@ class ServingModel:
                 zeros += [ids, lengths + 1, torch.zeros(len(each.keys))][: len(each.tensors)]
         return zeros
 
-    def _require_known_ids(self, tensors: Sequence[Tensor]) -> None:
-        for each, given in self.metadata.by_input(tensors):
-            if isinstance(each, FeatureInput):
-                _require_ids(each, *given[:2])
-
     def _require_numbers(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError for the lengths, number or id that made outputs invalid, if there is one."""
-        self._require_known_ids(tensors)
+        """Raise ValueError for the number that made outputs invalid, if there is one."""
         for each, given in self.metadata.by_input(tensors):
             name, numbers = (f"{each.prefix}weights", given[-1]) if isinstance(each, FeatureInput) else (each.name, given[0])
             if not bool(numbers.isfinite().all()):
@@ -446,15 +443,19 @@ def _require_lengths(features: FeatureInput, values: np.ndarray, lengths: np.nda
     total = int(lengths.sum(dtype=np.float64))  # a sum of integers could overflow
     if total != values.size:
         raise UserError(f"{prefix}lengths add up to {total} for {values.size} {prefix}values: the two must be equal")
+    _require_ids(features, values, lengths)  # outputs may not show a bad one
     if weights is not None and (weights.shape != values.shape or weights.dtype != np.float32):
         raise UserError(f"{prefix}weights is {_describe(weights)}: give float32 [{values.size}]")
 
 
-def _require_ids(features: FeatureInput, values: Tensor, lengths: Tensor) -> None:
-    counts = lengths.view(len(features.keys), -1).sum(1).tolist()
-    for (name, limit), ids in zip(features.keys.items(), values.split(counts), strict=True):
-        if limit is not None and len(wrong := ids[(ids < 0) | (ids >= limit)]):
-            raise UserError(f"id {int(wrong[0])} is out of range in column {name}: its ids run from 0 to {limit - 1}")
+def _require_ids(features: FeatureInput, values: np.ndarray, lengths: np.ndarray) -> None:
+    counts = lengths.reshape(len(features.keys), -1).sum(1)
+    is_wrong = values.view(np.uint64) > features.largest.repeat(counts)
+    if is_wrong.any():
+        at = int(is_wrong.argmax())
+        key = int(counts.cumsum().searchsorted(at, side="right"))
+        name = list(features.keys)[key]
+        raise UserError(f"id {values[at]} is out of range in column {name}: its ids run from 0 to {features.largest[key]}")
 
 
 def _describe(array: np.ndarray) -> str:

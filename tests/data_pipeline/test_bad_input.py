@@ -51,6 +51,7 @@ def with_cell(position: int, cell: str) -> bytes:
         (with_cell(20, "xyz"), "log.tsv:17: C7 'xyz' is not 1 to 8 hex digits"),
         (with_cell(20, "é" * 60), r"log.tsv:17: C7 '(\\xc3\\xa9){20}' is not"),
         (with_cell(20, "a\x0bb\x1c"), r"log.tsv:17: C7 'a\\x0bb\\x1c' is not"),
+        (to_text([row[:-1] for row in ROWS]), "log.tsv:1: a label and 38 other columns: the last is missing; Criteo logs have 40"),
         (b"a,b,c\n1,2,3\n", "log.tsv:1: 1 columns; Criteo logs have 40"),
         (b"x" * (1 << 21), "log.tsv: a line is longer than 1048576 bytes"),
         (b"", "log.tsv is empty"),
@@ -264,6 +265,7 @@ def test_urls_and_mounts_are_refused_as_output(options: PreprocessOptions, tmp_p
     for output, message in (
         ("s3://bucket/data", "s3:/bucket/data is a URL, which this command can't write to; write to a local"),
         ("/proc", "/proc is a mount point; name a folder in it, such as /proc/d"),
+        ("/dev/null", "/dev/null is a pipe or a device; name a regular file or a folder"),
     ):
         refuse(f"`output` {message}", lambda output=output: preprocess(replace(options, output=Path(output))))
     with pytest.raises(ValueError, match=r"`input` gs://bucket/log: .*; run pip install s3fs for s3://, gcsfs for gs://"):

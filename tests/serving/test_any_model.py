@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 import comera_rec as cr
 from comera_rec.nn import TTModule, TTTable
 from comera_rec.rank import truncate_ranks_
-from comera_rec.serving import decompositions
+from comera_rec.serving import decompositions, lookups
 from comera_rec.serving.arguments import flattened, named_arguments, named_outputs
 from comera_rec.serving.forms import FORMS, serving_copy
 from comera_rec.serving.onnx import DECOMPOSITIONS
@@ -120,7 +121,7 @@ class Broken(nn.Module):
         super().__init__()
         self.tables, self.mistake = cr.compress_(collection("cpu", "user", "item"), tables=CONFIG), mistake
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Any:
         pooled = self.tables(sparse).values()
         if self.mistake == "branches":
             return pooled if dense.sum() > 0 else -pooled
@@ -129,6 +130,12 @@ class Broken(nn.Module):
             return pooled + torch.ops.fbgemm.segment_sum_csr(1, offsets, sparse.values().float())[:, None]
         if self.mistake == "random":
             return dense + torch.rand(dense.shape[0], 1)
+        if self.mistake == "random flags":
+            return torch.rand(dense.shape[0], 64) > 0.5
+        if self.mistake == "name":
+            return {"sparse": pooled, "dense": dense.tanh()}
+        if self.mistake == "nothing":
+            return {"rows": dense.shape[0]}
         if self.mistake == "class":
             return pooled * (1 + isinstance(self.tables, cr.TTEmbeddingBagCollection))
         return dense @ dense if self.mistake == "shapes" else pooled
@@ -151,15 +158,19 @@ def inputs(**changes: Any) -> dict[str, Any]:
         ("branches", inputs(), {}, "the model can't be captured: "),
         ("foreign operator", inputs(), {}, "a package can't call fbgemm.segment_sum_csr.default (in the model)"),
         ("random", inputs(), {}, "output of the package differs by "),
+        ("random flags", inputs(), {}, "output of the package differs by 1.0e+00 from the model's on 4 rows"),
+        ("name", inputs(), {}, "an input and an output are named dense: "),
+        ("nothing", inputs(), {}, "forward returns no tensor: "),
         ("class", inputs(), {"dtype": "int8"}, "output of the package differs by "),
         ("", inputs(), {"form": "slow"}, "form is 'slow': choose 'portable' or 'fast'"),
         ("", inputs(), {"dtype": "int4"}, "dtype is 'int4': choose one of 'float32', 'bfloat16', 'int8'"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line_and_leave_nothing(mistake: str, sample: Any, options: dict, message: str, tmp_path: Path) -> None:
-    if mistake == "random":
+    is_onnx = mistake in ("random", "random flags", "name")
+    if is_onnx:
         pytest.importorskip("onnxruntime")
-    output = tmp_path / ("model.onnx" if mistake == "random" else "model.pt2")  # which would be compiled first
+    output = tmp_path / ("model.onnx" if is_onnx else "model.pt2")  # which would be compiled first
     (tmp_path / f".{output.name}.partial").mkdir()  # of an export that was killed
     refuse(re.escape(message), cr.export, Broken(mistake), sample, output, **options)
     assert list(tmp_path.iterdir()) == []
@@ -229,8 +240,10 @@ def test_every_architecture_is_served(architecture: str, dense: int, mixed: cr.T
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
-def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool) -> None:
+def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A feature of two tables, one that isn't looked up, and tables of two dimensions, in another order than the batch's keys."""
+    bags_formed, served_bags = [0], lookups.served_bags
+    monkeypatch.setattr(lookups, "served_bags", lambda *given: bags_formed.append(len(given[2])) or served_bags(*given))
     limits = {"a": 50, "unused": 10**6, "b": 40, "c": 30}
     tables = {"wide": (8, ["c", "a"]), "narrow": (4, ["b", "a"]), "small": (8, ["b"])}
     sizes = {name: {"name": name, "embedding_dim": dim, "feature_names": used} for name, (dim, used) in tables.items()}
@@ -247,6 +260,29 @@ def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool) -> Non
         torch.testing.assert_close(found.values(), expected[name].values())
         assert found.lengths().equal(expected[name].lengths())
         assert not is_weighted or found.weights().equal(expected[name].weights()), "ids"
+    most = max(6, *(len(each.values()) for each in batch.to_dict().values()))
+    assert max(bags_formed) <= 3 * most, "three features share a group"
+
+
+@pytest.mark.parametrize(
+    ("change", "limits"),
+    [
+        (lambda given: given, [120, 7, None]),
+        (lambda given: given.permute([2, 1, 0]), [120, 7, None]),
+        (lambda given: (F.embedding(given.values(), torch.eye(9)), given)[1], [120, 7, None]),
+        (lambda given: KeyedJaggedTensor(given.keys(), given.values() % 7, lengths=given.lengths()), [None, None, None]),
+    ],
+)
+@torch.no_grad()
+def test_ids_have_limits_where_collections_get_them_unchanged(change: Callable, limits: list[int | None]) -> None:
+    bags = collection("cpu", "user", "day")
+
+    class Model(nn.Sequential):
+        def forward(self, given: KeyedJaggedTensor) -> Tensor:
+            return self[0](change(given)).values()
+
+    sparse = KeyedJaggedTensor(["user", "day", "other"], torch.tensor([3, 5, 6]), lengths=torch.tensor([1, 1, 0, 0, 0, 1]))
+    assert serving_copy(Model(bags), {"given": sparse}, "portable", "float32")[1] == [dict(zip(sparse.keys(), limits, strict=True))]
 
 
 @torch.no_grad()
@@ -383,17 +419,46 @@ class Applies(nn.Module):
 @pytest.mark.parametrize(
     ("function", "shapes", "is_by_row"),
     [
-        (lambda x: (x.tanh(), x.argmax(1)), [(-1, 3), (-1,)], True),
-        (lambda x: x.softmax(0), [(-1, 3)], False),
-        (lambda x: x.cumsum(0), [(-1, 3)], False),
-        (lambda x: (x, x.repeat_interleave(2, 0)), [(-1, 3), (-1, 3)], False),
-        (lambda x: (x @ x.mT, x.mean()), [(-1, -1), ()], False),
+        (lambda x, items: (x.tanh(), x.argmax(1), items.lengths()), [(-1, 3), (-1,), (-1,)], True),
+        (lambda x, _: x.softmax(0), [(-1, 3)], False),
+        (lambda x, _: x.cumsum(0), [(-1, 3)], False),
+        (lambda x, _: (x, x.repeat_interleave(2, 0)), [(-1, 3), (-1, 3)], False),
+        (lambda x, _: (x @ x.mT, x.mean()), [(-1, -1), ()], False),
+        (lambda _, items: items.values().float(), [(-1,)], False),
+        (lambda x, _: x / x.max(), [(-1, 3)], False),
+        (lambda _, items: items["item"].to_padded_dense().float().mean(1), [(-1,)], False),
     ],
 )
 def test_requests_share_calls_if_rows_are_independent(function: Callable, shapes: list, is_by_row: bool, tmp_path: Path) -> None:
-    metadata = compare_with_onnxruntime(Applies(function), torch.rand(2, 3), [torch.rand(5, 3)], tmp_path / "model.onnx")
+    class Model(nn.Module):
+        def forward(self, x: Tensor, items: KeyedJaggedTensor) -> Any:
+            return function(x, items)
+
+    sample, other = (
+        (torch.rand(len(ids), 3).sort(0, descending=True)[0], KeyedJaggedTensor(["item"], ids, lengths=torch.ones_like(ids)))
+        for ids in (torch.arange(2), torch.arange(5))
+    )
+    metadata = compare_with_onnxruntime(Model(), sample, [other], tmp_path / "model.onnx")
     assert [output.shape for output in metadata.outputs] == shapes
     assert metadata.is_by_row == is_by_row
+
+
+def test_exports_of_two_threads_leave_buffers_as_they_are(tmp_path: Path) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.mean = nn.Buffer(torch.zeros(())), nn.Buffer(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.mean = 0.9 * self.mean + x.mean(0)
+            return x.tanh()
+
+    pytest.importorskip("onnxruntime")
+    models = [Counts(), Counts()]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda n: cr.export(models[n], torch.rand(2, 3), tmp_path / f"{n}.onnx"), range(2)))
+    assert not any(each.any() for model in models for each in model.buffers())
 
 
 def test_torchs_encoders_are_captured_without_their_fast_path(tmp_path: Path) -> None:

@@ -168,11 +168,32 @@ def test_bad_requests(form: str, number: int, change: Callable, message: str, pa
     refuse(message, model, *(change(part.clone()) if k == number else part for k, part in enumerate(request_of(3))))
 
 
-def test_bad_ids_are_found_though_outputs_are_integers(model: Path, request_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_ids_are_found_though_outputs_are_numbers(model: Path, request_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     best, (dense, values, lengths) = ServingModel(model), request_of(3)
-    monkeypatch.setattr(best, "loader", SimpleNamespace(run=lambda tensors: [torch.zeros(3).long()]))
+    monkeypatch.setattr(best, "loader", SimpleNamespace(run=lambda tensors: [torch.zeros(3)]))
     assert best(dense, values, lengths)[0].tolist() == [0, 0, 0]
     refuse("id -1 is out of range in column C1", best, dense, setting(0, -1)(values), lengths)
+
+
+def test_a_number_of_no_row_fails_alone(tmp_path: Path) -> None:
+    """In a loop of several threads, whose errors end the process."""
+
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(9))
+
+        def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+            return self.bias[numbers[:, 0]] + x.gather(1, numbers[:, 1:]).squeeze(1)
+
+    model, x, numbers = Picks(), torch.rand(4096, 4), torch.randint(4, (4096, 2))
+    with torch._inductor.config.patch({"cpp.threads": 2}):
+        cr.export(model, (x, numbers), tmp_path / "model.pt2")
+    package = ServingModel(tmp_path / "model.pt2")
+    for column in range(2):
+        with pytest.raises(RuntimeError):
+            package(x, setting((2000, column), 1000)(numbers.clone()))
+    torch.testing.assert_close(package(x, numbers)[0], model(x, numbers))
 
 
 def test_files_that_are_not_our_packages(package: Callable, tmp_path: Path) -> None:

@@ -262,17 +262,19 @@ def test_limits(model: Path, data: Path) -> None:
         assert client.post(INFER, json=good).status_code == 200
 
 
-def test_chunked_bodies(client: httpx.Client, data: Path) -> None:
+def test_chunked_and_plain_bodies(client: httpx.Client, data: Path) -> None:
     body = json.dumps(good_rows(data)[0]).encode()
     assert client.post(INFER, content=(body[k : k + 100] for k in range(0, len(body), 100))).status_code == 200
+    assert client.post(INFER, content=body, headers={"Content-Encoding": "Identity"}).status_code == 200
     answer = client.post("/score", content=(b" " * (1 << 20) for _ in range(9)))
     assert (answer.status_code, error_of(answer)) == (413, f"the body has more than {8 << 20} bytes: send fewer rows at a time")
 
 
 def test_other_methods_and_metrics(client: httpx.Client) -> None:
     assert error_of(client.put("/score")) == "/score is read by PUT: use POST"
-    answer = client.head("/v2/health/live")
-    assert (answer.status_code, answer.content) == (405, b"")
+    for path, status in (("/v2/health/live", 200), ("/score", 405)):
+        answer = client.head(path)
+        assert (answer.status_code, answer.content) == (status, b"")
     assert client.get("/v2/health/live").status_code == 200  # over the same connection
     client.get("/v2/models/other")
     text = client.get("/metrics").text
@@ -393,7 +395,7 @@ def test_port_in_use(model: Path) -> None:
 
 
 def test_merged_requests() -> None:
-    """Rows of two keys keep their values and weights, including lists of any length; a bad one leaves the others their answers."""
+    """Rows of two keys keep their values and weights, including lists of any length; bad ones leave the others their answers."""
     features = FeatureInput(prefix="", keys={"a": None, "b": None}, is_weighted=True)
     inputs = (TensorInput(name="dense", datatype="FP32", shape=(-1, 1)), features)
     metadata = ModelMetadata(
@@ -413,7 +415,7 @@ def test_merged_requests() -> None:
         calls.append(len(rows))
         if 37 in rows:
             raise ValueError("bad")
-        return [rows]
+        return [rows.repeat(2, 1) if 38 in rows else rows]
 
     async def ask() -> list[Any]:
         batcher, by_row = Batcher(max_rows=64, max_queue=64), replace(metadata, inputs=inputs[:1], is_by_row=True)
@@ -424,7 +426,7 @@ def test_merged_requests() -> None:
     answers = asyncio.run(ask())
     assert str(answers.pop(37)) == "bad"
     assert [int(outputs[0][0, 0]) for outputs, _ in answers] == [*range(37), *range(38, 64)]
-    assert len(calls) == 13, "halves find the one at fault"
+    assert len(calls) == 15, "halves find those at fault"
 
 
 def test_load_with_new_versions(package: Callable[[str], Path], data: Path, tmp_path: Path) -> None:
