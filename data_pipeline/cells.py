@@ -112,7 +112,8 @@ def _read(array: pa.Array | pa.ChunkedArray, column: Column, schema: LogSchema) 
     if schema.missing and is_text:
         texts = array.cast(pa.large_binary())
         array = pc.if_else(pc.is_in(texts, pa.array([text.encode() for text in schema.missing], texts.type)), None, texts)
-    if numbers and (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+    types = pa.types
+    if numbers and any(is_type(array.type) for is_type in (types.is_integer, types.is_floating, types.is_decimal)):
         array = pc.if_else(pc.is_in(array.cast(pa.float64(), safe=False), pa.array(numbers, pa.float64())), None, array)
     try:
         match column.kind:
@@ -234,7 +235,8 @@ def _read_texts(array: pa.Array) -> _Cells:
     bad = np.zeros(len(array), np.bool_)
     if pa.types.is_boolean(array.type):
         array = array.cast(pa.int8())
-    elif pa.types.is_floating(array.type):  # pandas stores integer columns with missing values as floats
+    elif pa.types.is_floating(array.type) or (pa.types.is_decimal(array.type) and array.type.scale > 0):
+        # pandas stores integer columns with missing values as floats
         values = _numpy(array.cast(pa.float64()), np.nan)
         missing = np.isnan(values)
         bad = ~missing & ~((values == np.floor(values)) & (np.abs(values) < _EXACT))

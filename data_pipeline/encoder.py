@@ -27,7 +27,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.hashing import IdSource, shares
 from data_pipeline.manifest import CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
 from data_pipeline.parse import Parsed, truncate_lists
-from data_pipeline.parts import detect_schema, layout_of
+from data_pipeline.parts import detect_schema, json_names, layout_of
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import NOT_FEATURES, Column, LogSchema, criteo_schema
 from data_pipeline.shards import Encoder
@@ -79,7 +79,10 @@ def _detected(known: LogSchema, log: Source) -> LogSchema:
     if known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
         return detect_schema(log)
     layout = layout_of(log, known)
-    named = set(layout) if isinstance(layout, tuple) else {column.source for column in known.columns}
+    if known.format == "jsonl":
+        named = json_names(log)
+    else:
+        named = set(layout) if isinstance(layout, tuple) else {column.source for column in known.columns}
     kept = [column for column in known.columns if column.kind not in NOT_FEATURES or column.source in named]
     return replace(known, columns=tuple(kept))
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import csv
 import gzip
 import itertools
+import json
 import lzma
 import mmap
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedIOBase, RawIOBase
 from typing import Any
@@ -28,7 +29,7 @@ import pyarrow.parquet as pq
 from data_pipeline.errors import UserError
 from data_pipeline.schema import LABEL, LogSchema, criteo_schema, detect_criteo_schema
 from data_pipeline.sources import Source, empty, identify_log, open_log, unreadable
-from data_pipeline.tables import Layout, json_types, read_names
+from data_pipeline.tables import BOM, Layout, json_types, read_names
 
 LONGEST_LINE = 1 << 20  # bytes without the newline; lists of a hundred thousand values fit
 _DETECTED_BYTES = 1 << 16
@@ -107,6 +108,15 @@ def _first_lines(log: Source, size: int) -> bytes:
     part = next(read_parts(0, log, part_bytes=size, skip=lambda _: False))
     assert isinstance(part.content, bytes), "only texts have lines"
     return part.content
+
+
+def json_names(log: Source) -> set[str]:
+    """Return the names in the first lines of a log in JSON."""
+    names = set[str]()
+    for line in _first_lines(log, _DETECTED_BYTES).removeprefix(BOM).splitlines():
+        with suppress(ValueError, TypeError, RecursionError):  # reported when the line is parsed
+            names |= dict(json.loads(line)).keys()
+    return names
 
 
 def layout_of(log: Source, schema: LogSchema) -> Layout | None:

@@ -43,8 +43,9 @@ def is_url(text: object) -> TypeGuard[str]:
 
 
 def source(text: str) -> Source:
-    """Convert a text to a path unless it is a URL."""
-    return text if is_url(text) else Path(text)
+    """Convert a text to a path unless it is a URL of something else than a local file."""
+    path = text.removeprefix("file://")
+    return path if is_url(path) else Path(path)
 
 
 def name_of(log: Source) -> str:
@@ -114,14 +115,14 @@ def open_log(log: Source, *, streamed: bool = False) -> BufferedIOBase:
     options = {"cache_type": "readahead", "block_size": _STREAM_BLOCK} if streamed else {"cache_type": "none"}
     with errors_of(log):
         files, path = file_system(log)
-        return cast(BufferedIOBase, _Remote(log, files.open(path, "rb", **options)))
+        return cast(BufferedIOBase, _Remote(log, files.open(path, "rb", **options), files))
 
 
 class _Remote:
     """A file behind a URL, whose methods raise its library's errors as OSErrors."""
 
-    def __init__(self, log: Source, file: Any) -> None:
-        self._log, self._file = log, file
+    def __init__(self, log: Source, file: Any, files: Any) -> None:
+        self._log, self._file, self._files = log, file, files  # an archive's file ends with its file system
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._file, name)

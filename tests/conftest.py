@@ -1,7 +1,5 @@
 """Fixtures for all tests: poisoned uninitialized memory, fixed seeds, and a data set."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 `tests/test_layers.py` runs this with the others hidden, and `make dist` in an environment without them.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

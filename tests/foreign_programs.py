@@ -1,7 +1,5 @@
 """Models in the style of public programs, with their tables swapped, managed collisions, and batches for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

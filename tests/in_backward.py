@@ -1,7 +1,5 @@
 """What torch and TorchRec have for optimizers in backward, imported without their warnings about torch.jit."""
 
-from __future__ import annotations
-
 import warnings
 
 with warnings.catch_warnings(action="ignore"):

@@ -1,7 +1,5 @@
 """Random jagged batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

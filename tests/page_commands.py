@@ -1,7 +1,5 @@
 """Runs the commands of a page of the documentation as its reader would."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

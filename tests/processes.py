@@ -1,7 +1,5 @@
 """Run functions on several gloo processes of this machine, for tests and benchmarks of distributed models."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import multiprocessing

@@ -1,7 +1,5 @@
 """Requires that calls refuse what they are given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

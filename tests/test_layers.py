@@ -1,7 +1,5 @@
 """Imports point down the layers, docstrings' examples run, optional packages are named, and code suits other compilers."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

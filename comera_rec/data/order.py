@@ -57,12 +57,16 @@ def similarity_order(batches: Iterable[KeyedJaggedTensor], num_embeddings: Mappi
     >>> order["item"].positions.sort().values.equal(torch.arange(100)), order["item"].vectors.shape
     (True, torch.Size([100, 32]))
     """
+    if not num_embeddings:
+        raise UserError("num_embeddings is empty: give the number of ids of each feature")
     sizes = np.array(list(num_embeddings.values()), np.int64)
     if sizes.sum() > _MOST:
         raise UserError(f"the features have {sizes.sum():,} ids together: name fewer, with at most {_MOST:,}")
     firsts = np.cumsum(sizes) - sizes
     numbers, lengths = [], []
     for batch in batches:
+        if batch.variable_stride_per_key():
+            raise UserError("a batch has other numbers of samples for some features: give batches without inverse indices")
         samples = batch.stride()
         sample_of, number_of = [], []
         for (feature, size), first in zip(num_embeddings.items(), firsts, strict=True):

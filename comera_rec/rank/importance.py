@@ -19,7 +19,7 @@ from torch import Tensor
 from comera_rec.nn import TTModule
 from data_pipeline.errors import UserError
 
-NO_GRADIENTS = "step() found no gradients: call it after optimizer.step(), before zero_grad()"
+NO_GRADIENTS = "step() found no finite gradients: call it after optimizer.step(), before zero_grad(), or lower learning rates"
 
 
 class TaylorScores:

@@ -153,7 +153,12 @@ def unwrapped(optimizer: Optimizer) -> list[Optimizer]:
     """List the optimizers that hold the state, within TorchRec's wrappers and combinations or torch's `ZeroRedundancyOptimizer`.
 
     Wrappers copy the `state` once, and don't see what it becomes.
+
+    Raises:
+        ValueError: for TorchRec's `SemisyncOptimizer`, whose global optimizer has other copies of parameters, and state of them.
     """
+    if hasattr(optimizer, "_global_optimizer"):
+        raise UserError(f"a {type(optimizer).__name__} has two optimizers of each parameter: give the local one, and keep TT ranks")
     inner = getattr(optimizer, "_optimizer", getattr(optimizer, "optim", None))
     if isinstance(inner, Optimizer):
         return unwrapped(inner)

@@ -151,6 +151,8 @@ def require_valid(configs: Sequence[TTEmbeddingBagConfig]) -> None:
         seen.add(config.name)
         if not config.name or "." in config.name or hasattr(nn.ModuleDict(), config.name):
             raise UserError(f"table name {config.name!r} can't name a submodule of an nn.ModuleDict: choose another, without dots")
+        if len(set(config.feature_names)) < len(config.feature_names):
+            raise UserError(f"table {config.name!r} has a feature twice, of {', '.join(config.feature_names)}: name each once")
         if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
             raise UserError(f"table {config.name!r} has pooling {config.pooling}: choose SUM or MEAN")
         if config.is_tt and config.data_type not in DTYPES:

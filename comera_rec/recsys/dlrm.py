@@ -147,12 +147,10 @@ class CrossNetwork(LowRankCrossNet):
     x_{l+1} = x_0 * (W_l V_l x_l + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, section 3.3)
     """
 
-    def reset_parameters(self) -> None:
-        """Initialize as TorchRec does: V and W by Xavier's normal distribution, biases by zeros."""
-        for kernel in (*self.V_kernels, *self.W_kernels):
-            nn.init.xavier_normal_(kernel)
-        for bias in self.bias:
-            nn.init.zeros_(bias)
+    def __init__(self, in_features: int, num_layers: int, low_rank: int) -> None:
+        super().__init__(in_features, num_layers, low_rank)
+        for name, parameters in list(self.named_children()):
+            setattr(self, name, _Parameters(parameters))
 
     @one_call_in_fx
     def forward(self, input: Tensor) -> Tensor:
@@ -163,6 +161,18 @@ class CrossNetwork(LowRankCrossNet):
         dtype = torch.get_autocast_dtype(input.device.type) if is_autocast_on(input.device) else input.dtype
         crossed = _Crossing.apply(input, dtype, *self.V_kernels, *self.W_kernels, *self.bias)
         return crossed
+
+
+class _Parameters(nn.ParameterList):
+    """Parameters that `DistributedModelParallel` initializes after it has moved them from the meta device, list by list."""
+
+    def reset_parameters(self) -> None:
+        """Initialize as TorchRec does: V and W by Xavier's normal distribution, biases by zeros."""
+        for parameter in self:
+            if parameter.dim() > 1:
+                nn.init.xavier_normal_(parameter)
+            else:
+                nn.init.zeros_(parameter)
 
 
 class _Crossing(torch.autograd.Function):

@@ -147,11 +147,8 @@ def materialize_(model: nn.Module, device: torch.device) -> nn.Module:
     """Initialize a model on the meta device, in the order of its modules; only its dense tables stay on the meta device."""
     tables = {child for module in model.modules() if isinstance(module, EmbeddingBagCollection) for child in module.modules()}
     for module in model.modules():
-        parts = [module, *(child for child in module.children() if isinstance(child, nn.ParameterList))]
-        is_meta = any(parameter.is_meta for part in parts for parameter in part.parameters(recurse=False))
-        if is_meta and module not in tables:
-            for part in parts:
-                part.to_empty(device=device, recurse=False)
+        if module not in tables and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            module.to_empty(device=device, recurse=False)
             cast(Any, module).reset_parameters()
     return model
 

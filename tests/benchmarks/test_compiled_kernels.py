@@ -1,7 +1,5 @@
 """What a step launches on a GPU, without one: it never waits; compiled kernels are few, spill nothing, and keep barriers."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from types import SimpleNamespace

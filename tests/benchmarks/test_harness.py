@@ -1,7 +1,5 @@
 """The benchmark harness: rows, percentiles, agreement, cases, mistakes, and small runs from end to end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

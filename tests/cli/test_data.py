@@ -1,7 +1,5 @@
 """`comera synth` and `comera preprocess` as users see them: exit status, summary, one line for each mistake."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dense copies make the same predictions as their originals; reports of both agree with their state dicts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Trained models, compressed within a budget: the error is that of the best ranks, least where rows matter most or are similar."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

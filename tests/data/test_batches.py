@@ -1,7 +1,5 @@
 """Batches from Parquet: each row once over all processes and workers, exact resume from anywhere, one clear line for bad data."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

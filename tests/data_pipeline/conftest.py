@@ -1,7 +1,5 @@
 """Fixtures for all tests of the pipeline: a log in a file, a data set made of one, and files at URLs."""
 
-from __future__ import annotations
-
 import gzip
 import shutil
 from collections.abc import Callable, Iterator

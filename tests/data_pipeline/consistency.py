@@ -1,7 +1,5 @@
 """Data sets are what their manifests say: files, ids, labels, sums, and vocabularies with the tables that encode them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

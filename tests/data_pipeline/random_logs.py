@@ -1,7 +1,5 @@
 """Small random logs as rows of text cells, data sets made of logs, and what they hold."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

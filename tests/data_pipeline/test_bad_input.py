@@ -3,8 +3,6 @@
 Inputs are never destroyed, links are followed, and runs don't write to the same place.
 """
 
-from __future__ import annotations
-
 import bz2
 import errno
 import gzip

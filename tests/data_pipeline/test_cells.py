@@ -1,11 +1,10 @@
 """Cells at the limits of their kinds, in every type that a format has: values, missing cells, and reasons for malformed ones."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from data_pipeline.encoder import RequestEncoder
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import Column, Kind, LogSchema
 from data_pipeline.tables import json_types, parse_text
+from data_pipeline.transform import TransformOptions, transform
 
 
 def cells(array: pa.Array, missing: tuple[str, ...] = (), **column: Any) -> tuple[list[Any], list[str]]:
@@ -54,6 +54,7 @@ def cells(array: pa.Array, missing: tuple[str, ...] = (), **column: Any) -> tupl
         ({"kind": "category"}, pa.array([7, None]), [hash_text(b"7"), None], []),
         ({"kind": "category"}, pa.array([True, False]), [hash_text(b"1"), hash_text(b"0")], []),
         ({"kind": "category"}, pa.array([7.0, None, 7.5]), [hash_text(b"7"), None], ["7.5"]),
+        ({"kind": "category"}, pa.array([Decimal("7.00"), Decimal("7.50")]), [hash_text(b"7")], ["7.50"]),
         ({"kind": "category"}, pa.array([b"\xff", b""]), [hash_text(b"\xff"), None], []),
         ({"kind": "list"}, pa.array([[1], None, [None]]), [[hash_text(b"1")], []], ["null"]),
         ({"kind": "list"}, pa.array([[True], []]), [[hash_text(b"1")], []], []),
@@ -98,6 +99,10 @@ def test_marks_of_missing_cells_are_empty_cells(tmp_path: Path, form: str) -> No
     assert written["x"].tolist() == pytest.approx([np.log(2), 0, 0, np.log(4)])
     assert written["c"].tolist() in ([1, 0, 0, 2], [2, 0, 0, 1])
     assert written["l"].str.len().tolist() == [2, 0, 0, 1]
+    if form == "jsonl":
+        (tmp_path / "unlabeled").write_text(json.dumps(dict(list(rows[0].items())[1:])) + "\n")
+        new = TransformOptions(inputs=(tmp_path / "unlabeled",), data=tmp_path / "data", output=tmp_path / "new")
+        assert not transform(new).labels
     requests = [{"x": "NA", "z": "NaN", "c": "NA", "l": "NaN"}, {"x": None, "z": None, "c": "", "l": None}]
     flat = RequestEncoder(tmp_path / "data")(requests)
     assert not flat.dense.any()
@@ -113,7 +118,8 @@ def test_marks_of_missing_numbers(tmp_path: Path) -> None:
     make(tmp_path / "log", tmp_path / "data", schema=schema, min_count=1, val_fraction=0, test_fraction=0)
     for rows in ([{"x": -1, "z": -1.0, "c": -1}], [{"x": None, "z": None, "c": None}]):
         assert not any(part.any() for part in RequestEncoder(tmp_path / "data")(rows)[:2])
-    for array in (pa.array([-1, 5]), pa.array([-1.0, 5.0]), pa.array([-1, 5]).dictionary_encode()):
+    numbers = pa.array([-1, 5])
+    for array in (numbers, pa.array([-1.0, 5.0]), numbers.dictionary_encode(), numbers.cast(pa.decimal128(21, 1))):
         assert cells(array, ("-1", "x"), kind="category")[0] == [None, hash_text(b"5")]
         assert cells(array, ("-1", "x"), kind="float")[0] == [None, 5]
     for mark in ("-1", "-1.0", "-1e0"):

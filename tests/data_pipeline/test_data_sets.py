@@ -5,8 +5,6 @@ Any bytes as any log give a data set that verifies, or a one-line error and no o
 FUZZ=10000 pytest --timeout=0 tests/data_pipeline/test_data_sets.py -k any        # number of cases; takes a quarter of an hour
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

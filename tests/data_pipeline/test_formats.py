@@ -1,7 +1,5 @@
 """A log gives the same data set however it is compressed and cut, and each format's errors are reported in one line."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

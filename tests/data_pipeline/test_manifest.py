@@ -3,12 +3,11 @@
 Logs and data sets at URLs are read as local ones are, with one line for whatever can't be read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import gzip
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from comera_rec.cli.data import inspect
 from comera_rec.data import ParquetBatches
 from data_pipeline import inspection
 from data_pipeline.manifest import Manifest, check_shards, read_manifest, verify
-from data_pipeline.sources import by_number, expand
+from data_pipeline.sources import by_number, expand, open_log
 
 
 def edit(data: Path, change: Callable[[dict], object]) -> None:
@@ -96,6 +95,10 @@ def test_same_data_set_as_from_disk(memory: Any, tmp_path: Path) -> None:
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         memory.pipe(f"/logs/{name}", content)
+    with zipfile.ZipFile(tmp_path / "logs.zip", "w") as archive:
+        archive.write(tmp_path / "day_10", "day_10")
+    assert open_log(f"zip://day_10::file://{tmp_path}/logs.zip").read() == contents["day_10"]
+    assert expand([f"file://{tmp_path}/day_10"]) == (tmp_path / "day_10",)
     urls = by_number(expand(["memory://logs/day_*"]))
     assert urls == ("memory:///logs/day_2.gz", "memory:///logs/day_10")
     for name, inputs in (("remote", urls), ("local", tuple(tmp_path / name for name in contents))):

@@ -1,7 +1,5 @@
 """Ids in order of similarity: neighbors occur with the same values, only training values matter, and frequent ids come first."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_logs import read, schema_of
 from refusals import refuse
+from threadpoolctl import threadpool_limits
 from torchrec import KeyedJaggedTensor
 
 import comera_rec as cr
@@ -69,6 +68,13 @@ def test_neighbors_belong_to_one_group(options: Callable[..., PreprocessOptions]
         bands = band_of(np.arange(VALUES))
         together = [group_of[1:][bands == band] for band in range(2)]
         assert np.mean([np.mean(band[1:] == band[:-1]) for band in together]) > 0.85
+
+
+def test_vectors_do_not_depend_on_threads() -> None:
+    values, ends = np.random.default_rng(0).integers(30_000, size=200_000), np.arange(0, 200_001, 4)
+    with threadpool_limits(1):
+        alone = cooccurrence_vectors(values, ends, 30_000)
+    assert np.array_equal(cooccurrence_vectors(values, ends, 30_000), alone)
 
 
 def test_the_order_depends_on_training_rows_and_not_on_labels(options: Callable[..., PreprocessOptions]) -> None:
@@ -166,3 +172,6 @@ def test_mistakes_are_refused() -> None:
     refuse(r"feature 'user' has id \d+, but num_embeddings is 10: ids run from 0 to 9", cr.similarity_order, batches, {"user": 10})
     refuse("have 2,147,483,648 ids together: name fewer, with at most 2,147,483,647", cr.similarity_order, batches, large)
     refuse("a batch has no feature 'price', only user, item", cr.similarity_order, batches, {"price": 10})
+    refuse("num_embeddings is empty", cr.similarity_order, batches, {})
+    varying = KeyedJaggedTensor(["user"], torch.arange(2), lengths=torch.ones(2).long(), stride_per_key_per_rank=[[2]])
+    refuse("a batch has other numbers of samples for some features", cr.similarity_order, [varying], {"user": 10})

@@ -1,7 +1,5 @@
 """The fast parser, and the compiled loops for ids and counts, agree with the obvious ones, on well-formed and adversarial input."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter as Counts
 from collections.abc import Sequence

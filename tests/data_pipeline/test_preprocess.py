@@ -3,8 +3,6 @@
 New logs are encoded like the data set's rows, and the result is a data set like any other.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import resource

@@ -5,8 +5,6 @@ Passes on a Dask cluster write the same bytes as on threads, even if workers die
 KILLS=100 pytest tests/data_pipeline/test_resume.py -k killed        # kills per kind of log; takes a quarter of an hour
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

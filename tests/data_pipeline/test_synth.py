@@ -1,7 +1,5 @@
 """Synthetic logs: Criteo's format, one log per seed, and a truth file with the true probabilities."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models sharded over the processes of a test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

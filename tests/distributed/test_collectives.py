@@ -1,7 +1,5 @@
 """Collectives of several processes, and of a single one."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Programs in the style of public ones: swapped and sharded, they train as without sharding."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

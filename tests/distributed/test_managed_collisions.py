@@ -1,7 +1,5 @@
 """TorchRec's managed collisions number ids of any size; TT tables behind them are sharded as TorchRec shards dense ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +180,9 @@ def test_hot_rows_of_new_ids_are_zero_on_all_processes(optimizer: type[torch.opt
 
 
 def mistakes(process_rank: int) -> None:
-    dense, ordered, kinds = (Model(Case()) for _ in range(3))
+    dense, ordered, kinds, weighted = (Model(Case()) for _ in range(4))
+    weighted.sparse._embedding_module = cr.TTEmbeddingBagCollection(tables(Case()), is_weighted=True)
+    refuse("TorchRec's sharded managed collisions drop the weights of ids", shard, weighted, {})
     dense.sparse._embedding_module = cr.TTEmbeddingBagCollection([tables(Case())[0], tables(Case(is_tt=False))[1]])
     refuse("table 'products' is dense, in a managed collision module with TT tables, which is shar", shard, dense, {})
     ordered.sparse._embedding_module.tt_bag("people").set_row_order_(torch.arange(32).flip(0))

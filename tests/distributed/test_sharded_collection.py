@@ -1,7 +1,5 @@
 """Sharded collections train as one process would on the same global batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """A sharded table moves as an unsharded one does, by any optimizer and plan; what is refused, sent, saved and truncated."""
 
-from __future__ import annotations
-
 import copy
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans for TT tables and dense tables together: what they follow, refuse and count."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from foreign_programs import managed_collisions

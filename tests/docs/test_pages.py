@@ -1,7 +1,5 @@
 """README and docs: snippets and commands run unchanged and do what pages say."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The examples run from end to end on tiny generated data, learn, shrink, and report mistakes in one line."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

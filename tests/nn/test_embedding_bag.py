@@ -1,7 +1,5 @@
 """TTEmbeddingBag and TTEmbedding agree with torch's layers over the dense matrix: outputs and the gradients of every parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """A training step of TTEmbeddingBag on a GPU, captured in a CUDA graph."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Hot rows, which may follow frequent ids, and row orders: what they change in a table, and nothing else; ranks change in both."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """What lookups keep from step to step is made anew when parameters or their optimizers change."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Encoder blocks agree with torch's with the same weights, and with the same blocks in TT form; mistakes with modules are named."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

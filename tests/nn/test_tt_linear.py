@@ -1,7 +1,5 @@
 """TTLinear agrees with its definition over the dense weight, in outputs and gradients; which layers compress_ replaces."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

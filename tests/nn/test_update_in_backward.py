@@ -1,7 +1,5 @@
 """Lookups whose cores their optimizer updates in backward, rounded at random in 16 bits; what lookups promise to autograd."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

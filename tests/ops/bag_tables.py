@@ -1,7 +1,5 @@
 """Random tables, their bags by definition, and tensors with unusual layouts, for tests of operators."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from itertools import zip_longest

@@ -4,8 +4,6 @@ Programs run in random order. No two may touch the same byte if one of them writ
 and what `tl.multiple_of` tells the compiler must be true.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Checks of every program that Triton's interpreter runs in these tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

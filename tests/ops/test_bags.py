@@ -1,7 +1,5 @@
 """Bags of rows of TT tables agree with torch's embedding_bag over the dense tables: values and every gradient."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

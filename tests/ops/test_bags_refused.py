@@ -1,7 +1,5 @@
 """Bad arguments of bags, and implementations that can't run, are refused with an error that names them."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from collections.abc import Callable

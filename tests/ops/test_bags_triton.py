@@ -1,7 +1,5 @@
 """Bags of rows in Triton agree with their definition: in Triton's interpreter on CPU, and on a GPU if there is one."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os

@@ -3,8 +3,6 @@
 As a script it looks up in separate processes, and saves their results.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Plans agree with their definition in plain Python: every field of the compiled operator's plans."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

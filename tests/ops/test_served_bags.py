@@ -1,7 +1,5 @@
 """Bags for requests: the operator agrees with its definition, and the definition with the dense matrix."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

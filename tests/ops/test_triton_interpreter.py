@@ -1,7 +1,5 @@
 """Runs the tests of Triton kernels in Triton's interpreter; programs that race, overrun or misstate alignments fail there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Optimizers applied in backward, slice by slice, agree with their formulas in plain torch: parameters and state after batches."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The stages of a rank schedule on a small regression whose solution has a known low rank; targets in every unit."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -251,7 +249,7 @@ def test_what_a_schedule_cannot_work_with_is_refused() -> None:
     run = recommending(late(objective="budget", target_size=0.5))
     zeros, step = partial(run.optimizer.zero_grad, set_to_none=False), run.scheduler.step
     run.scheduler.step = lambda: (zeros(), step())[1]
-    refuse(r"step\(\) found no gradients: call it after optimizer\.step\(\), before zero_grad", run.go, 50)
+    refuse(r"step\(\) found no finite gradients: call it after optimizer\.step\(\), before zero_grad", run.go, 50)
     run = recommending(late(objective="budget", target_size=0.5))
     run.model.tables[2].forward = torch.no_grad()(run.model.tables[2].forward)
     refuse(r"no loss of the late stage depends on 'tables\.2': freeze it before building", run.go, 50)

@@ -1,7 +1,5 @@
 """Scores of ranks, groups of parameters, the differentiable size, and selections of ranks within a budget."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -150,7 +148,7 @@ def test_scores_are_a_running_mean_of_shares() -> None:
 def test_steps_without_finite_gradients_change_no_score() -> None:
     module = MODULES["order 2"]()
     scores = TaylorScores({"layer": module})
-    refuse(r"step\(\) found no gradients: call it after optimizer.step\(\), before zero_grad", scores.scores)
+    refuse(r"step\(\) found no finite gradients: call it after optimizer.step\(\), before zero_grad", scores.scores)
     for gradient in (torch.ones(5), torch.full((5,), torch.inf), torch.zeros(5), None):
         module.rank_1.grad = None if gradient is None else gradient.double()[:, None]
         scores.observe(torch.sum)

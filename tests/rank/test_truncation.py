@@ -1,7 +1,5 @@
 """Changing ranks: the same function, fewer numbers; training continues as if the model had always been small, in backward too."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torchrec.optim import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.semi_sync import SemisyncOptimizer
 
 from comera_rec import TTEmbeddingBag, TTLinear
 from comera_rec.rank import count_tt_params, truncate_ranks_
@@ -175,6 +174,9 @@ def test_state_that_cannot_be_sliced_is_an_error_before_anything_changes() -> No
     before = {name: value.clone() for name, value in model.state_dict().items()}
     message = r"Adafactor keeps 'row_var' of shape \(1, 5, 4, 1\) for a parameter of shape \(1, 5, 4, 5\): ranks can't change"
     refuse(message, truncate_ranks_, model, optimizer, threshold=0.01)
+    local, outer = (KeyedOptimizerWrapper(dict(model.named_parameters()), Adam) for _ in range(2))
+    semi_sync = SemisyncOptimizer(model.parameters(), local, outer)
+    refuse("a SemisyncOptimizer has two optimizers of each parameter", truncate_ranks_, model, semi_sync, threshold=0.01)
     assert model.table.shape.ranks == (5, 4)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)

@@ -1,7 +1,5 @@
 """build_dlrm, torchrec's own model with large parts as TT modules; our collections do what TorchRec's models and tools expect."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -101,6 +99,7 @@ def test_models_over_tt_tables_are_traced(name: str) -> None:
         torch.testing.assert_close(traced(*inputs), model(*inputs))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # a DeprecationWarning; a FutureWarning from torch 2.14 on
 @pytest.mark.parametrize("kind", [cr.TTEmbeddingBag, cr.TTEmbedding])
 def test_torch_fx_traces_modules_as_one_call(kind: type) -> None:
     model = nn.Sequential(kind(500, 8, tt_ranks=3), cr.TTLinear(8, 8, tt_ranks=3))
@@ -109,11 +108,7 @@ def test_torch_fx_traces_modules_as_one_call(kind: type) -> None:
     ids = torch.randint(500, (6, 2))
     torch.testing.assert_close(traced(ids), model(ids))
     refuse(r"torch\.fx records a TTLinear as one call: trace a model that contains it", torch.fx.symbolic_trace, model[1])
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # a DeprecationWarning; a FutureWarning from torch 2.14 on
-def test_torchscript_is_refused() -> None:
-    refuse("TT modules can't be compiled by torch.jit.script: use", torch.jit.script, symbolic_trace(nn.Sequential(ours())))
+    refuse("TT modules can't be compiled by torch.jit.script: use", torch.jit.script, traced)
 
 
 def test_tables_are_found_by_name_and_a_collection_may_have_none() -> None:

@@ -1,7 +1,5 @@
 """Collections of bags and of sequences agree with TorchRec's over dense tables: keys, order, values, gradients."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
@@ -207,6 +205,7 @@ def test_reset_redraws_every_table_also_from_the_meta_device() -> None:
     ("make", "message"),
     [
         (lambda: [table("a", ["f"], tt_ranks=4), table("a", ["g"])], "two tables are named 'a'"),
+        (lambda: [table("a", ["f", "f"], tt_ranks=4)], "table 'a' has a feature twice"),
         (lambda: [table("items", ["f"], tt_ranks=4)], "table name 'items' can't name a submodule of an nn.ModuleDict: choose"),
         (lambda: [table("user.id", ["f"])], "table name 'user.id' can't name a submodule"),
         (lambda: [table("a", ["f"], tt_ranks=4, pooling=PoolingType.NONE)], "table 'a' has pooling .*: choose SUM or MEAN"),

@@ -1,7 +1,5 @@
 """Collections on a GPU equal those on the CPU, whatever the lengths of features, and their steps don't wait for the device."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Interactions equal TorchRec's in values and gradients, products of pairs also in second-order gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -111,7 +109,10 @@ def test_under_autocast_and_compile() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cross_network_computes_and_learns_what_torchrec_does(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    ours, stock = CrossNetwork(24, 3, 5), LowRankCrossNet(24, 3, 5)
+    ours, stock = CrossNetwork(24, 3, 5).to("meta").to_empty(device="cpu"), LowRankCrossNet(24, 3, 5)
+    for part in ours.children():  # as DistributedModelParallel does
+        part.reset_parameters()
+    assert all(0.2 < kernel.std() < 0.4 for kernel in (*ours.V_kernels, *ours.W_kernels))
     with torch.no_grad():
         for bias in ours.bias:
             bias.normal_()

@@ -1,7 +1,5 @@
 """The report: correct numbers, no external resources, unfinished runs are shown, folders that aren't runs are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

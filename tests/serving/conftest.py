@@ -1,7 +1,5 @@
 """Fixtures: a small trained run and its packages, each compiled once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packages give the same scores as the trainer's models, take new weights, and refuse bad requests."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

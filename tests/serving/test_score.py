@@ -1,7 +1,5 @@
 """Scores of whole data sets; the commands of docs/guides/serving.md run."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import multiprocessing

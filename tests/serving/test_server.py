@@ -1,7 +1,5 @@
 """The server with a real package: every route, every error, and load while models are replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The config of a small run, and runs that were trained once, for tests that train."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What runs wrote, and comparisons of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Without a GPU, a stand-in replaces the graph. A graph is bound to the memory and
 checks that these are unchanged, and calls the captured function again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints are complete or absent, damage is named, those from elsewhere run no code; tables and tensors in their own memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -2,8 +2,6 @@
 
 Commands that need a model, as users call them: what they print, what they write, and how they fail."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics agree with their definitions; several labels with one loss each, and weights of rows: in losses, metrics and scores."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -5,8 +5,6 @@ start, steps, evaluations and checkpoints. A killed run is restarted until it fi
 
     KILLS=20 python -m pytest tests/training/test_processes.py -k killed_runs        # kills per case"""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

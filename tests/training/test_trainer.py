@@ -4,8 +4,6 @@ On later data, known ids keep rows, ranks and optimizer state, and new ids get r
 one at full ranks, within its budget, and trainable.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -41,12 +39,6 @@ from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
 from tests.training.run_folders import RANKS, assert_close, assert_same_run, call, lines, run, tensors, weights
-
-
-def test_data_without_categories_is_refused(config_file: Path, data_set: Path) -> None:
-    manifest = read_manifest(data_set)
-    schema = replace(Schema.from_manifest(manifest), sparse={})
-    refuse("has no categories, so a model would have no tables", require_fit, load_config(config_file), schema, manifest)
 
 
 def test_a_run_that_misses_its_target_size_says_why(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,13 +154,15 @@ def test_runs_outlive_their_observers(tmp_path: Path, capsys: pytest.CaptureFixt
     tell("progress")
 
 
-def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None:
+def test_data_without_validation_rows_or_categories(config_file: Path, tmp_path: Path) -> None:
     synth(SynthOptions(rows=2000, output=tmp_path / "train.txt", seed=1, scale=0.001))
     data = tmp_path / "no_val"
     preprocess(PreprocessOptions(inputs=(tmp_path / "train.txt",), output=data, val_fraction=0.0, test_fraction=0.0))
     given = f"data.path={data}"
     refuse(r"training\.eval_every is 5 but .* has no validation rows", run, config_file, given, "training.eval_every=5")
     assert run(config_file, given)[1]["split"] == "train"
+    schema = replace(Schema.from_manifest(read_manifest(data)), sparse={})
+    refuse("has no categories, so a model would have no tables", require_fit, load_config(config_file), schema, read_manifest(data))
     data = tmp_path / "no_test"
     preprocess(PreprocessOptions(inputs=(tmp_path / "train.txt",), output=data, test_fraction=0.0))
     trainer, _ = run(config_file, f"data.path={data}", f"output={tmp_path / 'second'}")

@@ -1,7 +1,5 @@
 """Shapes: factors, digits of rows, what ranks and linear layers cost; cores: initialization, contraction, layout in memory."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

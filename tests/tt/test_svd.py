@@ -1,7 +1,5 @@
 """TT-SVD: exact at full rank, within Oseledets' bound below it; tolerance, padding, and matrices that are read in blocks."""
 
-from __future__ import annotations
-
 import math
 import sys
 from unittest.mock import patch

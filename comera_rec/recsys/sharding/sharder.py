@@ -164,7 +164,8 @@ class ShardedTTManagedCollisions(ShardedModule[KJTList, list[Tensor], _Output, M
         plan, env, dense_sharder, device, module_fqn: as for `ShardedTTEmbeddingBagCollection`.
 
     Raises:
-        ValueError: for a dense table, a table that isn't sharded row-wise or has a row order, and too few rows to divide.
+        ValueError: for a dense table, a table that isn't sharded row-wise or has a row order, too few rows to divide, and ids with
+            weights.
     """
 
     unsharded_module_type = ManagedCollisionEmbeddingBagCollection
@@ -181,6 +182,10 @@ class ShardedTTManagedCollisions(ShardedModule[KJTList, list[Tensor], _Output, M
         super().__init__()
         collection = module._embedding_module
         assert isinstance(collection, TTEmbeddingBagCollection)
+        if collection.is_weighted():
+            raise UserError(
+                "TorchRec's sharded managed collisions drop the weights of ids: make the collection without is_weighted"
+            )
         infos = [_rows_of_processes(collection, config, plan, env.world_size) for config in collection.embedding_bag_configs()]
         rows = RwPooledEmbeddingSharding(infos, env, device)
         fqn = append_prefix(module_fqn or "", MANAGED)
