@@ -8,7 +8,8 @@ from contextlib import contextmanager
 # Modules of the extras of pyproject.toml; `train` includes what preprocessing needs.
 EXTRAS = {
     "train": (
-        "click", "filelock", "fsspec", "jinja2", "matplotlib", "pyarrow", "pydantic", "scipy", "tensorboard", "threadpoolctl", "tqdm",
+        "click", "filelock", "fsspec", "jinja2", "matplotlib", "pyarrow", "pydantic", "scipy", "tensorboard", "threadpoolctl",
+        "tqdm",
     ),
     "serve": ("httptools", "orjson", "prometheus_client", "uvicorn", "uvloop"),
     "onnx": ("onnxruntime", "onnxscript"),
