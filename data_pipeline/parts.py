@@ -344,6 +344,17 @@ def _size(group: pq.RowGroupMetaData) -> int:
     return max(group.total_byte_size, cells * _LEAST_CELL_BYTES)
 
 
+def _repeated_texts(metadata: pq.FileMetaData) -> list[str]:
+    """List columns of texts with few bytes a cell: repeated ones, which take far more memory than a dictionary of them."""
+    sizes = Counter[str]()
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for column in map(group.column, range(group.num_columns)):
+            if column.physical_type == "BYTE_ARRAY" and "." not in column.path_in_schema:
+                sizes[column.path_in_schema] += column.total_uncompressed_size - _LEAST_CELL_BYTES * column.num_values
+    return [name for name, size in sizes.items() if size < 0]
+
+
 def _parquet_metadata(log: Source, magic: bytes) -> pq.FileMetaData | None:
     """Read a log's Parquet metadata; None for other logs."""
     if not magic.startswith(_PARQUET_MAGIC):
@@ -353,8 +364,10 @@ def _parquet_metadata(log: Source, magic: bytes) -> pq.FileMetaData | None:
 
 
 def _parquet_parts(log: int, source: Source, part_bytes: int, skip: Skip, columns: Collection[str] | None) -> Iterator[Part]:
-    with open_log(source) as opened, pq.ParquetFile(pa.PythonFile(opened, mode="r")) as file:
-        slices = plan(file.metadata, part_bytes)
+    with open_log(source) as opened:
+        metadata = pq.read_metadata(pa.PythonFile(opened, mode="r"))
+        file = pq.ParquetFile(pa.PythonFile(opened, mode="r"), metadata=metadata, read_dictionary=_repeated_texts(metadata))
+        slices = plan(metadata, part_bytes)
         names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
         for groups, numbered in itertools.groupby(enumerate(slices), key=lambda item: item[1].groups):
             unskipped = [(number, part) for number, part in numbered if not skip(number)]

@@ -176,3 +176,11 @@ def test_parts_of_parquet(tmp_path: Path) -> None:
                 assert [part.last for part in cut] == [False] * (count_parts(log, part_bytes) - 1) + [True]
     pq.write_table(pa.table({"tags": [[n % 3] * 500 for n in range(1000)]}), tmp_path / "log.parquet")
     assert len(plan(pq.read_metadata(tmp_path / "log.parquet"), 1 << 20)) == 4, "elements count, however few bytes encode them"
+
+
+def test_texts_that_repeat_take_the_memory_of_their_dictionaries(tmp_path: Path) -> None:
+    table = pa.table({"page": [f"{number // 100}" * 500 for number in range(1000)]})
+    pq.write_table(table, tmp_path / "log.parquet", row_group_size=150)
+    (part,) = read_parts(0, tmp_path / "log.parquet", part_bytes=1 << 20, skip=lambda number: False)
+    assert part.content.nbytes < table.nbytes / 20
+    assert part.content.cast(table.schema).equals(table)
