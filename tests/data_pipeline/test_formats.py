@@ -179,8 +179,8 @@ def test_parts_of_parquet(tmp_path: Path) -> None:
 
 
 def test_texts_that_repeat_take_the_memory_of_their_dictionaries(tmp_path: Path) -> None:
-    table = pa.table({"page": [f"{number // 100}" * 500 for number in range(1000)]})
-    pq.write_table(table, tmp_path / "log.parquet", row_group_size=150)
+    table = pa.table({"page": [f"{number // 1000}" * 500 for number in range(10_000)]})
+    pq.write_table(table, tmp_path / "log.parquet", row_group_size=1500)
     (part,) = read_parts(0, tmp_path / "log.parquet", part_bytes=1 << 20, skip=lambda number: False)
     assert part.content.nbytes < table.nbytes / 20
     assert part.content.cast(table.schema).equals(table)
