@@ -108,6 +108,7 @@ def _read(array: pa.Array | pa.ChunkedArray, column: Column, schema: LogSchema) 
         array = pa.array([None if uuid is None else str(uuid) for uuid in array.to_pylist()], pa.large_string())
     if pa.types.is_dictionary(array.type):
         return _read_dictionary(array, column, schema)
+    array = _without_fractions_of_ten(array)
     is_text, numbers = _is_text(array.type), schema.missing_numbers
     if schema.missing and is_text:
         texts = array.cast(pa.large_binary())
@@ -235,8 +236,7 @@ def _read_texts(array: pa.Array) -> _Cells:
     bad = np.zeros(len(array), np.bool_)
     if pa.types.is_boolean(array.type):
         array = array.cast(pa.int8())
-    elif pa.types.is_floating(array.type) or (pa.types.is_decimal(array.type) and array.type.scale > 0):
-        # pandas stores integer columns with missing values as floats
+    elif pa.types.is_floating(array.type):  # pandas stores integer columns with missing values as floats
         values = _numpy(array.cast(pa.float64()), np.nan)
         missing = np.isnan(values)
         bad = ~missing & ~((values == np.floor(values)) & (np.abs(values) < _EXACT))
@@ -245,13 +245,19 @@ def _read_texts(array: pa.Array) -> _Cells:
     return _Cells(values=cells.values, missing=cells.missing & ~bad, bad=bad)
 
 
+def _without_fractions_of_ten(array: pa.Array) -> pa.Array:
+    """Return decimals as the nearest floats; Arrow's own cast is off in the last place. Those of scale 0 stay."""
+    has_fractions = pa.types.is_decimal(array.type) and array.type.scale
+    return array.cast(pa.large_string()).cast(pa.float64()) if has_fractions else array
+
+
 def _read_lists(array: pa.Array, column: Column) -> _Cells:
     if not _is_list(array.type):
         text = (array if _is_text(array.type) else array.cast(pa.large_string())).cast(pa.large_binary())
         array = pc.if_else(pc.equal(pc.binary_length(text), 0), None, pc.split_pattern(text, column.separator))
     array = array.cast(pa.large_list(array.type.value_type))
     lengths = _numpy(pc.list_value_length(array).fill_null(0)).astype(np.int64)
-    elements = _read_texts(array.flatten())
+    elements = _read_texts(_without_fractions_of_ten(array.flatten()))
     empty = elements.missing | elements.bad
     bad = np.zeros(len(array), np.bool_)
     bad[np.repeat(np.arange(len(array)), lengths)[empty]] = True

@@ -11,12 +11,15 @@ Ids are ordered by these vectors (`data_pipeline.similarity`), which are also go
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.linalg import LinearOperator, eigsh
 from threadpoolctl import threadpool_limits
 
 COORDINATES = 32
+_LOCK = threading.Lock()
 _REGULARIZATION = 1
 
 
@@ -44,7 +47,7 @@ def cooccurrence_vectors(values: np.ndarray, ends: np.ndarray, num_values: int, 
     operator = LinearOperator((num_values, num_values), matvec=multiply, dtype=np.float32)
     rng = np.random.default_rng(seed)
     start = rng.standard_normal(num_values).astype(np.float32)
-    with threadpool_limits(1):  # sums depend on the number of BLAS's threads
+    with _LOCK, threadpool_limits(1):  # sums depend on the number of BLAS's threads
         eigenvalues, eigenvectors = eigsh(operator, k=min(COORDINATES, num_values - 1), which="LA", v0=start, tol=1e-3, rng=rng)
     vectors = (eigenvectors * np.maximum(eigenvalues - 1, 0))[:, ::-1]  # the largest eigenvalue first
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

@@ -79,10 +79,8 @@ def _detected(known: LogSchema, log: Source) -> LogSchema:
     if known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
         return detect_schema(log)
     layout = layout_of(log, known)
-    if known.format == "jsonl":
-        named = json_names(log)
-    else:
-        named = set(layout) if isinstance(layout, tuple) else {column.source for column in known.columns}
+    names = layout if isinstance(layout, tuple) else json_names(log) if layout else ()
+    named = set(names) or {column.source for column in known.columns}
     kept = [column for column in known.columns if column.kind not in NOT_FEATURES or column.source in named]
     return replace(known, columns=tuple(kept))
 

@@ -111,7 +111,7 @@ def _first_lines(log: Source, size: int) -> bytes:
 
 
 def json_names(log: Source) -> set[str]:
-    """Return the names in the first lines of a log in JSON."""
+    """Return the names in the first lines of a log in JSON; none if these are blank or no JSON."""
     names = set[str]()
     for line in _first_lines(log, _DETECTED_BYTES).removeprefix(BOM).splitlines():
         with suppress(ValueError, TypeError, RecursionError):  # reported when the line is parsed

@@ -175,8 +175,10 @@ def detect_criteo_schema(text: bytes) -> LogSchema:
     labeled, unlabeled = counts[_UNLABELED + 1], counts[_UNLABELED]
     found = "" if labeled or unlabeled else f"{counts.most_common(1)[0][0]} columns"
     if unlabeled > labeled:
-        firsts, keys = ({cells[at] for cells in lines if len(cells) == _UNLABELED} for at in (0, len(INTEGERS)))
-        if firsts <= {b"0", b"1"} and any(keys) and all(re.fullmatch(rb"(-?\d{1,7})?", key) for key in keys):  # I13, not C1
+        columns = ({cells[at] for cells in lines if len(cells) == _UNLABELED} for at in (0, len(INTEGERS), len(INTEGERS) + 1))
+        firsts, thirteenth, keys = columns  # if it is so
+        are_short, are_keys = (all(re.fullmatch(rb"(-?\d{1,7})?", cell) for cell in cells) for cells in (thirteenth, keys))
+        if firsts <= {b"0", b"1"} and any(thirteenth) and are_short and not are_keys:
             found = f"a label and {_UNLABELED - 1} other columns: the last is missing"
     if found:
         raise UserError(

@@ -62,7 +62,7 @@ def refuse_twice(logs: tuple[Source, ...]) -> None:
         ValueError: two inputs are the same file; the message names both.
     """
     seen: dict[object, Source] = {}
-    for log in logs:
+    for log in map(source, map(str, logs)):
         status = log.stat() if isinstance(log, Path) and log.exists() else None
         key = (status.st_dev, status.st_ino) if status else log
         if key in seen:
@@ -164,7 +164,7 @@ def expand(texts: Iterable[str]) -> tuple[Source, ...]:
             continue
         matches: list[Any]
         if isinstance(log, Path):
-            matches = [Path(path) for path in glob.glob(text)]
+            matches = [Path(path) for path in glob.glob(str(log))]
         else:
             try:
                 with errors_of(log):

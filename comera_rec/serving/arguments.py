@@ -164,19 +164,19 @@ def select_rows(arguments: Any, rows: int, chosen: Tensor) -> Any:
     return mapped(select, arguments)
 
 
-def with_changed_rows(arguments: Any, rows: int) -> Any:
-    """Return arguments of 3 * `rows` rows with other numbers in all but the last third, and bags twice as long in the first."""
+def with_changed_rows(arguments: Any, rows: int, times: int) -> Any:
+    """Return arguments of 3 * `rows` rows with other numbers in all but the last third, and bags `times` as long in the first."""
 
     def change(path: tuple[str, ...], leaf: Tensor | KeyedJaggedTensor) -> Any:
         if isinstance(leaf, Tensor):
             parts = leaf.split(rows)
             return torch.cat([2 * parts[0] + 1, -parts[1], parts[2]]) if leaf.is_floating_point() else leaf
         lengths, weights = leaf.lengths().view(-1, 3 * rows), leaf.weights_or_none()
-        times = torch.where(torch.arange(3 * rows) < rows, 2, 1).expand_as(lengths)
-        repeats = times.flatten().repeat_interleave(lengths.flatten())
+        factors = torch.where(torch.arange(3 * rows) < rows, times, 1).expand_as(lengths)
+        repeats = factors.flatten().repeat_interleave(lengths.flatten())
         weights = None if weights is None else weights.repeat_interleave(repeats)
         values = leaf.values().repeat_interleave(repeats)
-        return KeyedJaggedTensor(leaf.keys(), values, weights, lengths=(lengths * times).flatten())
+        return KeyedJaggedTensor(leaf.keys(), values, weights, lengths=(lengths * factors).flatten())
 
     return mapped(change, arguments)
 

@@ -10,7 +10,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +31,7 @@ from comera_rec.serving.arguments import (
     datatype_of,
     described,
     flattened,
+    leaves,
     named_arguments,
     named_outputs,
     rebuilt,
@@ -38,7 +39,7 @@ from comera_rec.serving.arguments import (
     with_changed_rows,
 )  # fmt: skip
 from comera_rec.serving.decompositions import DECOMPOSITIONS
-from comera_rec.serving.forms import FORMS, serving_copy
+from comera_rec.serving.forms import FORMS, id_limits, serving_copy
 from comera_rec.serving.onnx import write_onnx
 from comera_rec.serving.package import (
     FORMAT_VERSION,
@@ -55,6 +56,7 @@ from data_pipeline.atomic import folder_beside
 from data_pipeline.errors import UserError
 
 _LOCK = threading.Lock()  # torch captures and compiles one model at a time
+_PICKING = r"aten\.(index|gather|scatter|take|put|nll_loss|cross_entropy)"  # operators whose last inputs choose elements
 SUFFIXES = (".pt2", ".onnx", ".weights")
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -167,7 +169,7 @@ def write_package(
     with _evaluating(model):
         expected = {count: _outputs(model, batch) for count, batch in batches.items()}
         is_by_row = _is_by_row(model, inputs, batches, rows, expected)
-        served, limits = serving_copy(model, batches[rows], form, dtype)
+        served, called = serving_copy(model, batches[rows], form, dtype)
         flat = _FlatModel(served, arguments)
         if dtype != "float32":  # what isn't rounded must be the model's; then rounded tables are what was asked for
             exact = _FlatModel(serving_copy(model, batches[rows], form, "float32")[0], arguments)
@@ -175,11 +177,15 @@ def write_package(
                 _require_same(expected[count], exact(*tensors), count)
             expected = {count: dict(zip(expected[rows], flat(*tensors), strict=True)) for count, tensors in flat_batches.items()}
         program = _captured(flat, flat_batches[2 * rows], inputs, form)
+    given = [leaf for _, leaf in leaves(batches[rows])]
     in_code = program.graph_signature.lifted_tensor_constants
     weights = {name: each for name, each in {**program.state_dict, **program.constants}.items() if name not in in_code}
     metadata = ModelMetadata(
         format_version=FORMAT_VERSION,
-        inputs=tuple(replace(each, keys=limits.pop(0)) if isinstance(each, FeatureInput) else each for each in inputs),
+        inputs=tuple(
+            replace(each, keys=id_limits(features, called)) if isinstance(each, FeatureInput) else each
+            for each, features in zip(inputs, given, strict=True)
+        ),
         outputs=tuple(_described_outputs(list(expected.values()))),
         is_by_row=is_by_row and _have_batch_rows(program, inputs[-1]),
         library_version=version("comera-rec"),
@@ -219,7 +225,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     """
     training, is_fast = [module for module in model.modules() if module.training], torch.backends.mha.get_fastpath_enabled()
     buffers = [(each._buffers, dict(each._buffers)) for each in model.modules()]
-    values = [(each, each.clone()) for _, before in buffers for each in before.values() if each is not None]
+    tensors = {id(each): each for _, before in buffers for each in before.values() if each is not None}.values()
+    values = [(each, each._version, each.clone()) for each in tensors if each.layout == torch.strided and not each.is_inference()]
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -228,10 +235,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fast)
         for present, before in buffers:
+            present.clear()
             present.update(before)
         with torch.no_grad():
-            for each, value in values:
-                if not each.equal(value):
+            for each, number, value in values:
+                if each._version != number:
                     each.copy_(value)
         for module in training:
             module.training = True
@@ -342,7 +350,9 @@ def _picks_by_given_numbers(program: ExportedProgram) -> bool:
     given = set[str](program.graph_signature.user_inputs)  # and what is computed from them
     for node in program.graph.nodes:
         before = [each.name for each in node.all_input_nodes]
-        if re.match(r"aten\.(index|gather|scatter|take|put)", str(node.target)) and not given.isdisjoint(before[1:]):
+        if re.match(r"aten\.(index|gather|scatter|take|put|nll_loss|cross_entropy)", str(node.target)) and not given.isdisjoint(
+            before[1:]
+        ):
             _, kind = [("", ""), *node.meta.get("nn_module_stack", {}).values()][-1]
             if not re.search(r"comera_rec\.serving\.|torch\.nn\.modules\.sparse\.", str(kind)):
                 return True
@@ -373,10 +383,12 @@ def _is_by_row(
         return False
     if any(each.shape[:1] != (-1,) for each in inputs if isinstance(each, TensorInput)):
         return False
-    try:
-        last = _outputs(model, select_rows(batches[rows], rows, torch.tensor([rows - 1])))
-        changed = _outputs(model, with_changed_rows(batches[3 * rows], rows))
-    except UserError:  # of a model that doesn't take any numbers or lengths
+    last = _outputs(model, select_rows(batches[rows], rows, torch.tensor([rows - 1])))
+    for times in (2, 1):  # a model may take no longer bags
+        with suppress(UserError):
+            changed = _outputs(model, with_changed_rows(batches[3 * rows], rows, times))
+            break
+    else:
         return False
     return all(
         output.dim()
@@ -395,7 +407,8 @@ def _have_batch_rows(program: ExportedProgram, last: TensorInput | FeatureInput)
     sizes = {node.name: node.meta["val"].shape for node in program.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
     by_batch = sizes[program.graph_signature.user_inputs[-max(1, len(last.tensors) - 1)]][0]  # of the tensor, or of lengths
     rows = by_batch // (len(last.keys) if isinstance(last, FeatureInput) else 1)
-    return all(statically_known_true(sizes[name][0] == rows) for name in program.graph_signature.user_outputs)
+    outputs = [sizes[name] for name in program.graph_signature.user_outputs]
+    return all(len(size) and statically_known_true(size[0] == rows) for size in outputs)
 
 
 def _are_same(wanted: Tensor, actual: Tensor) -> bool:

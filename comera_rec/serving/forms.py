@@ -26,7 +26,6 @@ from comera_rec.ops.native import ops
 from comera_rec.ops.served_bags import DTYPES, ServedTable, Slab
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
 from comera_rec.recsys.dlrm import PairwiseInteraction
-from comera_rec.serving.arguments import leaves, mapped
 from comera_rec.serving.decompositions import permuted
 from comera_rec.serving.lookups import FastTables, PortableTables, ServedTables
 from comera_rec.tt import contract, first_rows
@@ -40,11 +39,9 @@ _WORTH = 2.0  # two products must read this many times fewer numbers to be worth
 _WIDE = 0.75  # share of the columns: rows of wider slabs are formed in advance, because adding them would read about as much
 Tables = Callable[[Sequence[ServedTable]], ServedTables]
 Called = list[tuple[KeyedJaggedTensor, nn.Module]]
-Limits = list[dict[str, int | None]]
-_MARK = 1 << 40  # ids from here on stand for keys; no table has so many rows
 
 
-def serving_copy(model: nn.Module, arguments: Mapping[str, Any], form: str, dtype: str) -> tuple[nn.Module, Limits]:
+def serving_copy(model: nn.Module, arguments: Mapping[str, Any], form: str, dtype: str) -> tuple[nn.Module, Called]:
     """Copy a model to the CPU with its tables, TorchRec's dense ones included, and its TT layers in serving form.
 
     Args:
@@ -53,65 +50,31 @@ def serving_copy(model: nn.Module, arguments: Mapping[str, Any], form: str, dtyp
         form, dtype: as for `comera_rec.export`.
 
     Returns:
-        The copy, and the number of ids of each key of each KeyedJaggedTensor; None where it isn't known, or none is refused.
+        The copy, and what each collection was called with.
     """
     tables = partial(FORMS[form], dtype=DTYPES[dtype])
     copied = _replaced(copy.deepcopy(model).cpu().eval(), partial(_replacement, tables=tables, is_fast=form == "fast"), {})
-    called = _calls(copied, arguments)
-    limits, keys = _limits(copied, arguments, called), {module: list(features.keys()) for features, module in called}
-    return _replaced(copied, lambda module: _collection(module, keys[module], tables) if module in keys else None, {}), limits
-
-
-def _calls(model: nn.Module, arguments: Mapping[str, Any], *, is_marked: bool = False) -> Called:
-    """Return what each collection is called with; collections get zeros for marks."""
     called: Called = []
 
-    def with_zeros(path: tuple[str, ...], leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) or not is_marked:
-            return leaf
-        return KeyedJaggedTensor(leaf.keys(), 0 * leaf.values(), leaf.weights_or_none(), lengths=leaf.lengths())
+    def see(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        called.extend((each, module) for each in (*inputs, *named.values()) if isinstance(each, KeyedJaggedTensor))
 
-    def see(module: nn.Module, *given: Any) -> Any:
-        called.extend((leaf, module) for _, leaf in leaves(given) if isinstance(leaf, KeyedJaggedTensor))
-        return mapped(with_zeros, given)
-
-    hooks = [each.register_forward_pre_hook(see, with_kwargs=True) for each in model.modules() if isinstance(each, COLLECTIONS)]
-    try:
-        model(**arguments)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return called
+    collections = [module for module in copied.modules() if isinstance(module, COLLECTIONS)]
+    hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in collections]
+    copied(**arguments)
+    for hook in hooks:
+        hook.remove()
+    keys = {module: list(features.keys()) for features, module in called}
+    return _replaced(copied, lambda module: _collection(module, keys[module], tables) if module in keys else None, {}), called
 
 
-def _limits(model: nn.Module, arguments: Mapping[str, Any], called: Called) -> Limits:
-    """Return limits from the collections that the ids of a key reach unchanged, in any order; marks in place of ids show which."""
-    limits: Limits = []
-
-    def with_marks(path: tuple[str, ...], leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf
-        first, lengths = _MARK + sum(map(len, limits)), leaf.lengths().view(len(leaf.keys()), -1).clone()
-        lengths[:, 0] += lengths.sum(1) == 0  # so that every key has a mark
-        limits.append(dict.fromkeys(leaf.keys()))
-        marks = torch.arange(first, first + len(lengths)).repeat_interleave(lengths.sum(1))
-        weights = None if leaf.weights_or_none() is None else torch.ones(len(marks))
-        return KeyedJaggedTensor(leaf.keys(), marks, weights, lengths=lengths.flatten())
-
-    marked = mapped(with_marks, arguments)
-    try:
-        called = _calls(model, marked, is_marked=True)
-    except Exception:  # of a model that also looks up ids in other ways
-        both = list(zip(leaves(arguments), leaves(marked), strict=True))
-        called = [(other, module) for given, module in called for (_, leaf), (_, other) in both if given is leaf]
-    keys = [(each, name) for each in limits for name in each]
+def id_limits(features: KeyedJaggedTensor, called: Called) -> dict[str, int | None]:
+    """Return the number of ids of each key of an input, from the collections called with it; None where none refuses any."""
+    limits: dict[str, int | None] = dict.fromkeys(features.keys())
     for given, module in called:
-        for config in () if _replaces_bad_ids(module) else configs_of(module):
-            for feature in config.feature_names:
-                ids = given[feature].values().unique().tolist()
-                if len(ids) == 1 and ids[0] >= _MARK:
-                    each, name = keys[ids[0] - _MARK]
-                    each[name] = min(each[name] or config.num_embeddings, config.num_embeddings)
+        for config in configs_of(module) if given is features and not _replaces_bad_ids(module) else ():
+            for name in config.feature_names:
+                limits[name] = min(limits[name] or config.num_embeddings, config.num_embeddings)
     return limits
 
 

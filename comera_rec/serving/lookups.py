@@ -167,7 +167,10 @@ class _Cores(nn.Module):
             left, right = (max(1, *(core.shape[axis] for core in unpadded)) for axis in (1, 2))  # 1 if all were truncated to rank 0
             modes[k, list(members)] = torch.tensor([len(core) for core in unpadded])
             firsts[k, list(members)] = torch.tensor([0, *(len(core) for core in unpadded[:-1])]).cumsum(0)
-            padded = [F.pad(core, (0, 0, 0, right - core.shape[2], 0, left - core.shape[1])) for core in unpadded]
+            padded = [
+                core if core.shape[1:3] == (left, right) else F.pad(core, (0, 0, 0, right - core.shape[2], 0, left - core.shape[1]))
+                for core in unpadded
+            ]  # padding by nothing copies
             self.sizes.append((left, right, padded[0].shape[3]))
             cores.append(_Rows(torch.cat(padded).flatten(1), dtype))
         self.modes = nn.Buffer(modes)

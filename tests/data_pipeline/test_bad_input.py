@@ -275,8 +275,9 @@ def test_one_log_under_two_names(options: PreprocessOptions, tmp_path: Path) -> 
     log = options.inputs[0]
     (tmp_path / "soft").symlink_to(log)
     (tmp_path / "hard").hardlink_to(log)
-    for other in (log, tmp_path / "soft", tmp_path / "hard"):
-        refuse(f"`input` .*{other.name} and .*log.tsv are the same file; give each log once", replace, options, inputs=(log, other))
+    for other in (log, tmp_path / "soft", tmp_path / "hard", f"file://{log}"):
+        message = f"`input` .*{Path(other).name} and .*log.tsv are the same file; give each log once"
+        refuse(message, replace, options, inputs=(log, other))
     replace(options, inputs=("https://a.b/get?day=0", "https://a.b/get?day=1"))
 
 

@@ -54,7 +54,8 @@ def cells(array: pa.Array, missing: tuple[str, ...] = (), **column: Any) -> tupl
         ({"kind": "category"}, pa.array([7, None]), [hash_text(b"7"), None], []),
         ({"kind": "category"}, pa.array([True, False]), [hash_text(b"1"), hash_text(b"0")], []),
         ({"kind": "category"}, pa.array([7.0, None, 7.5]), [hash_text(b"7"), None], ["7.5"]),
-        ({"kind": "category"}, pa.array([Decimal("7.00"), Decimal("7.50")]), [hash_text(b"7")], ["7.50"]),
+        ({"kind": "category"}, pa.array([Decimal("15.000000000"), Decimal("7.5")]), [hash_text(b"15")], ["7.500000000"]),
+        ({"kind": "list"}, pa.array([[Decimal("15.000000000")]]), [[hash_text(b"15")]], []),
         ({"kind": "category"}, pa.array([b"\xff", b""]), [hash_text(b"\xff"), None], []),
         ({"kind": "list"}, pa.array([[1], None, [None]]), [[hash_text(b"1")], []], ["null"]),
         ({"kind": "list"}, pa.array([[True], []]), [[hash_text(b"1")], []], []),
@@ -122,6 +123,7 @@ def test_marks_of_missing_numbers(tmp_path: Path) -> None:
     for array in (numbers, pa.array([-1.0, 5.0]), numbers.dictionary_encode(), numbers.cast(pa.decimal128(21, 1))):
         assert cells(array, ("-1", "x"), kind="category")[0] == [None, hash_text(b"5")]
         assert cells(array, ("-1", "x"), kind="float")[0] == [None, 5]
+    assert cells(pa.array([Decimal("-99.99"), Decimal("0.30")]), ("-99.99",), kind="float")[0] == [None, 0.3]
     for mark in ("-1", "-1.0", "-1e0"):
         assert cells(pa.array(["-1.0", "-1", "-1.5"]), (mark,), kind="float")[0] == [None, None, -1.5], "as pandas writes integers"
 

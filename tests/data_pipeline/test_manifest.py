@@ -98,7 +98,7 @@ def test_same_data_set_as_from_disk(memory: Any, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "logs.zip", "w") as archive:
         archive.write(tmp_path / "day_10", "day_10")
     assert open_log(f"zip://day_10::file://{tmp_path}/logs.zip").read() == contents["day_10"]
-    assert expand([f"file://{tmp_path}/day_10"]) == (tmp_path / "day_10",)
+    assert expand([f"file://{tmp_path}/day_1*"]) == (tmp_path / "day_10",)
     urls = by_number(expand(["memory://logs/day_*"]))
     assert urls == ("memory:///logs/day_2.gz", "memory:///logs/day_10")
     for name, inputs in (("remote", urls), ("local", tuple(tmp_path / name for name in contents))):

@@ -130,6 +130,7 @@ def test_schema_by_majority() -> None:
     unlabeled = GOOD[2:]
     assert not detect_criteo_schema(b"\n".join([unlabeled, GOOD, unlabeled, b""])).labels
     assert detect_criteo_schema(b"\n".join([unlabeled, GOOD, GOOD, b""])).labels
+    assert not detect_criteo_schema(b"\t".join([b"1"] * 39)).labels, "keys may be decimals"
 
 
 @settings(max_examples=100)

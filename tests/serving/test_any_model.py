@@ -262,27 +262,6 @@ def test_lookups_of_any_order_and_dimension(form: str, is_weighted: bool, monkey
     assert max(bags_formed) <= 3 * most, "three features share a group"
 
 
-@pytest.mark.parametrize(
-    ("change", "limits"),
-    [
-        (lambda given: given, [120, 7, None]),
-        (lambda given: given.permute([2, 1, 0]), [120, 7, None]),
-        (lambda given: (F.embedding(given.values(), torch.eye(9)), given)[1], [120, 7, None]),
-        (lambda given: KeyedJaggedTensor(given.keys(), given.values() % 7, lengths=given.lengths()), [None, None, None]),
-    ],
-)
-@torch.no_grad()
-def test_ids_have_limits_where_collections_get_them_unchanged(change: Callable, limits: list[int | None]) -> None:
-    bags = collection("cpu", "user", "day")
-
-    class Model(nn.Sequential):
-        def forward(self, given: KeyedJaggedTensor) -> Tensor:
-            return self[0](change(given)).values()
-
-    sparse = KeyedJaggedTensor(["user", "day", "other"], torch.tensor([3, 5, 6]), lengths=torch.tensor([1, 1, 0, 0, 0, 1]))
-    assert serving_copy(Model(bags), {"given": sparse}, "portable", "float32")[1] == [dict(zip(sparse.keys(), limits, strict=True))]
-
-
 @torch.no_grad()
 def test_hooks_stay_and_other_forwards_are_refused() -> None:
     ids, bags = {"input": torch.arange(55, 65)}, cr.compress_(collection("cpu", "user", "day"), tables=CONFIG)
