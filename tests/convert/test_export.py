@@ -58,6 +58,7 @@ def test_fused_dense_tables_are_also_exported() -> None:
     dense = cr.export_dense(model)
     assert not any(isinstance(m, FusedEmbeddingBagCollection) for m in dense.modules())
     torch.testing.assert_close(dense(*inputs), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(cr.export_dense(nn.Sequential(fused))(inputs[1]).values(), fused(inputs[1]).values())
 
 
 def load_without_this_library(process_rank: int, file: str) -> None:
