@@ -350,9 +350,7 @@ def _picks_by_given_numbers(program: ExportedProgram) -> bool:
     given = set[str](program.graph_signature.user_inputs)  # and what is computed from them
     for node in program.graph.nodes:
         before = [each.name for each in node.all_input_nodes]
-        if re.match(r"aten\.(index|gather|scatter|take|put|nll_loss|cross_entropy)", str(node.target)) and not given.isdisjoint(
-            before[1:]
-        ):
+        if re.match(_PICKING, str(node.target)) and not given.isdisjoint(before[1:]):
             _, kind = [("", ""), *node.meta.get("nn_module_stack", {}).values()][-1]
             if not re.search(r"comera_rec\.serving\.|torch\.nn\.modules\.sparse\.", str(kind)):
                 return True
