@@ -108,7 +108,7 @@ def _read(array: pa.Array | pa.ChunkedArray, column: Column, schema: LogSchema) 
         array = pa.array([None if uuid is None else str(uuid) for uuid in array.to_pylist()], pa.large_string())
     if pa.types.is_dictionary(array.type):
         return _read_dictionary(array, column, schema)
-    array = _without_fractions_of_ten(array)
+    array = _decimals_as_floats(array)
     is_text, numbers = _is_text(array.type), schema.missing_numbers
     if schema.missing and is_text:
         texts = array.cast(pa.large_binary())
@@ -245,7 +245,7 @@ def _read_texts(array: pa.Array) -> _Cells:
     return _Cells(values=cells.values, missing=cells.missing & ~bad, bad=bad)
 
 
-def _without_fractions_of_ten(array: pa.Array) -> pa.Array:
+def _decimals_as_floats(array: pa.Array) -> pa.Array:
     """Return decimals as the nearest floats; Arrow's own cast is off in the last place. Those of scale 0 stay."""
     has_fractions = pa.types.is_decimal(array.type) and array.type.scale
     return array.cast(pa.large_string()).cast(pa.float64()) if has_fractions else array
@@ -257,7 +257,7 @@ def _read_lists(array: pa.Array, column: Column) -> _Cells:
         array = pc.if_else(pc.equal(pc.binary_length(text), 0), None, pc.split_pattern(text, column.separator))
     array = array.cast(pa.large_list(array.type.value_type))
     lengths = _numpy(pc.list_value_length(array).fill_null(0)).astype(np.int64)
-    elements = _read_texts(_without_fractions_of_ten(array.flatten()))
+    elements = _read_texts(_decimals_as_floats(array.flatten()))
     empty = elements.missing | elements.bad
     bad = np.zeros(len(array), np.bool_)
     bad[np.repeat(np.arange(len(array)), lengths)[empty]] = True

@@ -45,7 +45,7 @@ def _(ids: Sequence[Tensor], num_embeddings: Sequence[int], row_shapes: Sequence
 def _(cores, diagonals, plan, offsets, weights, mean, slots, num_slots, num_cols, hot_blocks, first_rows):  # type: ignore[no-untyped-def]
     torch._check_value(
         len({tensor.device for tensor in (*cores, *diagonals)}) == 1,
-        lambda: "parameters of a table are on several devices",
+        lambda: "parameters of a table are on several devices: move the model to one",
     )
     return cores[0].new_empty((offsets.shape[0] - 1) // len(slots), num_slots * num_cols, dtype=torch.float32)
 
