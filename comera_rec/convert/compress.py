@@ -68,8 +68,9 @@ def compress_(
     of a collection keep theirs. Whatever is frozen stays frozen, and dtypes, devices, training modes, buffers and hooks are kept.
     Linear layers that share a weight share cores afterwards.
 
-    A table or layer stays dense if another module has its weight, such as an output layer tied to an embedding, if the weight is
-    computed from other parameters, or for options that a TT table lacks, such as `max_norm`. So do layers of
+    A table or layer stays dense if another module has its weight, such as an output layer tied to an embedding, or a list of Python
+    has it, if the weight is computed from other parameters, if it is frozen and would start at random, or for options that a TT
+    table lacks, such as `max_norm`. So do layers of
     `torch.nn.MultiheadAttention`, which reads weights of layers that it never calls; attention that calls its layers, such as
     BERT's in the transformers library, is compressed. What happens to each table and layer, and why, is logged at level INFO.
 
@@ -172,22 +173,26 @@ def _compressed_tables(
         The TT modules, by those that they replace; and why the other tables stay dense, by name.
     """
     tables, reasons = _tables(model, filter_fn)
+    names = [table.config.name for table in tables]
     if tables:
-        compression.require_tables([table.config.name for table in tables])
-    shared = _reasons_to_stay_dense(model, tables)
+        compression.require_tables(names)
+    for name in (*(importance or ()), *(() if isinstance(row_order, str) else row_order or ())):
+        if names.count(name) > 1:
+            raise UserError(f"{names.count(name)} tables are named {name!r}: rename them, or compress one at a time (filter_fn)")
+    shared = _reasons_to_stay_dense(model, tables, init)
     for name, why in reasons.items():
         _LOGGER.info("%s: stays as it is: %s", name, why)
     dense = {k for k, table in enumerate(tables) if k in shared or compression.reason_to_stay_dense(table.config)}
     orders = _row_orders(row_order, tables, dense, compression, importance)
     while True:
-        sizes = {name: _order_numbers(table) for table in tables if (name := table.config.name) in orders}
+        sizes = {table.layer: _order_numbers(table) for table in tables if table.layer in orders}
         try:
             configs = compression.table_configs([table.config for table in tables], dense=shared, others=sum(sizes.values()))
             break
         except UserError:
             if row_order != "similarity" or not orders:
                 raise
-            del orders[max(sizes, key=lambda name: sizes[name])]  # orders were chosen for one table at a time
+            del orders[max(sizes, key=lambda layer: sizes[layer])]  # orders were chosen for one table at a time
     for k, config in enumerate(configs):
         reason = shared.get(k) or compression.reason_to_stay_dense(tables[k].config)
         if reason:
@@ -203,9 +208,9 @@ def _compressed_tables(
         if any(config.is_tt for config in inside):
             make = _collection if isinstance(module, _COLLECTIONS) else _layer
             replacements[module] = make(module, inside, replaced)
-    for name, table, _ in replaced:
-        if name in orders:
-            table.set_row_order_(orders[name])
+    for _, table, layer in replaced:
+        if layer in orders:
+            table.set_row_order_(orders[layer])
     if init == "tt_svd":
         weights = [_row_weights(importance, name, layer.num_embeddings) for name, _, layer in replaced]
         _fit_([table for _, table, _ in replaced], [layer.weight.detach() for *_, layer in replaced], compression, weights)
@@ -218,15 +223,15 @@ def _row_orders(
     dense: Collection[int],
     compression: TableCompression,
     importance: Mapping[str, Tensor] | None,
-) -> dict[str, Tensor]:
-    """Return the row orders of the tables that become TT tables, which those numbered `dense` do not, by name."""
+) -> dict[nn.Module, Tensor]:
+    """Return the row orders of the tables that become TT tables, which those numbered `dense` do not, by their layers."""
     if row_order is None:
         return {}
     compressed = [table for k, table in enumerate(tables) if k not in dense]
     if not isinstance(row_order, str):
         if unknown := row_order.keys() - {table.config.name for table in tables}:
             raise UserError(f"row_order names {min(unknown)!r}, which is no table: leave it out")
-        return {name: row_order[name] for table in compressed if (name := table.config.name) in row_order}
+        return {table.layer: row_order[name] for table in compressed if (name := table.config.name) in row_order}
     orders = {}
     for table in compressed:
         weight, config = table.layer.weight.detach(), table.config
@@ -245,7 +250,7 @@ def _row_orders(
             squares = (fitted.dense_matrix().detach() - weight).double().square().sum(1)
             errors.append(float(squares.sum() if weights is None else squares @ weights.double()))
         if errors[1] < errors[0]:
-            orders[config.name] = order
+            orders[table.layer] = order
     return orders
 
 
@@ -296,18 +301,18 @@ def _tables(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[_Table],
     return tables, reasons
 
 
-def _reasons_to_stay_dense(model: nn.Module, tables: Collection[_Table]) -> dict[int, str]:
+def _reasons_to_stay_dense(model: nn.Module, tables: Collection[_Table], init: str) -> dict[int, str]:
     """Return why tables can't become TT tables, by position."""
     owners, paths = parameter_owners(model), dict[nn.Module, list[str]]()
     for name, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(name)
-    return {k: reason for k, table in enumerate(tables) if (reason := _reason_to_stay_dense(table, owners, paths))}
+    return {k: reason for k, table in enumerate(tables) if (reason := _reason_to_stay_dense(table, owners, paths, init))}
 
 
 def _reason_to_stay_dense(
-    table: _Table, owners: Mapping[Tensor, list[tuple[str, nn.Module]]], paths: Mapping[nn.Module, list[str]]
+    table: _Table, owners: Mapping[Tensor, list[tuple[str, nn.Module]]], paths: Mapping[nn.Module, list[str]], init: str
 ) -> str | None:
-    if reason := reason_to_stay_dense(table.layer, owners, is_called=table.collection is None):
+    if reason := reason_to_stay_dense(table.layer, owners, init=init, is_called=table.collection is None):
         return reason
     if table.collection is not None:
         prefixes = tuple(f"{path}." if path else "" for path in paths[table.collection])

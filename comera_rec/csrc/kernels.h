@@ -92,6 +92,7 @@ struct Update {
   Kind kind = Kind::sgd;
   float lr = 0, eps = 0, weight_decay = 0;
   float beta1 = 0, beta2 = 0, correction1 = 1, correction2 = 1;  // of Adam and AdamW; corrections are 1 - beta^step
+  float gain1 = 1, gain2 = 1;                                    // 1 - beta, which floats near 1 would lose
   void* first = nullptr;   // Adagrad's sums or Adam's first moments, like the core; row-wise Adagrad's sums: float [slices]
   void* second = nullptr;  // Adam's second moments
   uint64_t seed = 0;       // of the rounding to 16 bits

@@ -350,9 +350,10 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
   for (size_t k = 0; k < count; ++k) {
     const bool is_core = k < cores.size();
     const Tensor& parameter = is_core ? cores[k] : diagonals[k - cores.size()];
-    const auto value = [&](size_t number) { return float(settings[k * kSettings + number]); };
+    const double* const values = &settings[k * kSettings];
+    const auto value = [&](size_t number) { return float(values[number]); };
     updates[k] = {
-        chosen, value(0), value(1), value(2), value(3), value(4), value(5), value(6),
+        chosen, value(0), value(1), value(2), value(3), value(4), value(5), value(6), float(1 - values[3]), float(1 - values[4]),
         state_of(first, k, parameter, chosen == Update::Kind::row_wise_adagrad, "first"),
         state_of(second, k, parameter, false, "second"), uint64_t(seed) + k};
     if (is_core) targets[k] = {arguments.batch.cores[k], nullptr, &updates[k]};

@@ -31,11 +31,11 @@ COMERA_INLINE void update_floats(
       break;  // `update_slice` makes a step of SGD of it
     case Update::Kind::adam:  // Kingma and Ba, ICLR 2015
     case Update::Kind::adamw: {  // Loshchilov and Hutter, ICLR 2019
-      const float b1 = update.beta1, b2 = update.beta2, step = lr / update.correction1;
+      const float gain1 = update.gain1, gain2 = update.gain2, b2 = update.beta2, step = lr / update.correction1;
       const float root = __builtin_sqrtf(update.correction2);
       for (int64_t i = 0; i < n; ++i) {
-        m[i] += (1 - b1) * (g[i] - m[i]);
-        v[i] = b2 * v[i] + (1 - b2) * g[i] * g[i];
+        m[i] += gain1 * (g[i] - m[i]);
+        v[i] = b2 * v[i] + gain2 * g[i] * g[i];
         x[i] -= step * m[i] / (__builtin_sqrtf(v[i]) / root + eps);
       }
       break;

@@ -75,10 +75,7 @@ class TTEmbedding(TTTable):
         """
         if input.shape[-1:] != (self.embedding_dim,):
             raise UserError(f"input has shape {tuple(input.shape)}: give [..., {self.embedding_dim}], a number for each column")
-        scores = self._all_logits(input)
-        if self.padding_idx is None:
-            return scores
-        return scores.masked_fill(torch.arange(self.num_embeddings, device=scores.device) == self.padding_idx, 0)
+        return self._without_padding(self._all_logits(input), -1)
 
     def _all_logits(self, input: Tensor) -> Tensor:
         tokens = math.prod(input.shape[:-1])
@@ -109,11 +106,20 @@ class TTEmbedding(TTTable):
             scores = scores + F.pad(torch.cat(hot_scores, dim=-1), (0, self.num_embeddings - self.num_hot_rows))
         return scores if self.lookup_order is None else scores[..., self.lookup_order]
 
+    def dense_matrix(self) -> Tensor:
+        """Return the rows of all ids, [num_rows, num_cols]; differentiable. That of `padding_idx` is zero."""
+        return self._without_padding(super().dense_matrix(), 0)
+
+    def _without_padding(self, values: Tensor, dim: int) -> Tensor:
+        """Set the values of `padding_idx` among those of all ids to zero."""
+        if self.padding_idx is None:
+            return values
+        is_padding = torch.arange(values.shape[dim], device=values.device) == self.padding_idx
+        return values.masked_fill(is_padding if dim == -1 else is_padding[:, None], 0)
+
     def to_dense(self) -> nn.Embedding:
         """Return a `torch.nn.Embedding` with the same rows, frozen if this table is."""
         rows = self.dense_matrix().detach().clone(memory_format=torch.contiguous_format)  # one core is its own matrix
-        if self.padding_idx is not None:
-            rows[self.padding_idx] = 0
         return nn.Embedding.from_pretrained(rows, freeze=not self.core_0.requires_grad, padding_idx=self.padding_idx)
 
 

@@ -116,7 +116,8 @@ def compressed_linears(
     }
     owners = parameter_owners(model)
     dense = {
-        module: _merging_adapter(model, name) or reason_to_stay_dense(module, owners, linears) for module, name in linears.items()
+        module: _merging_adapter(model, name) or reason_to_stay_dense(module, owners, linears, init=init)
+        for module, name in linears.items()
     }
     others = [module for module, reason in dense.items() if reason is None]
     replacements: dict[nn.Module, nn.Module] = {}
@@ -125,7 +126,7 @@ def compressed_linears(
     for module, name in linears.items():
         decision = config.decide(module.in_features, module.out_features)
         # A layer that shares its weight with one that stays dense, does so too.
-        if decision.shape is not None and (reason := dense[module] or reason_to_stay_dense(module, owners, others)):
+        if decision.shape is not None and (reason := dense[module] or reason_to_stay_dense(module, owners, others, init=init)):
             decision = LinearDecision(None, f"stays dense: {reason}")
         _LOGGER.info("%s: %d x %d, %s", name, module.in_features, module.out_features, decision.reason)
         if decision.shape is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,12 +15,35 @@ FilterFn = Callable[[nn.Module, str], bool]
 
 
 def parameter_owners(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module]]]:
-    """Map each parameter to the (fully qualified name, module) of every module that registers it."""
+    """Map each parameter to the (fully qualified name, module) of every module that registers it.
+
+    Modules that hold a parameter, or the module that it belongs to, in a list or another container of Python are among them, by the
+    container's name.
+    """
     owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, []).append((name, module))
+            owners.setdefault(parameter, []).append((name or "the model", module))
+        for attribute, value in vars(module).items():
+            if attribute not in _REGISTERED:
+                for parameter in _held(value, set()):
+                    owners.setdefault(parameter, []).append((f"{name}.{attribute}".lstrip("."), module))
     return owners
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def _held(value: object, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the parameters in an attribute of a module, and those of the modules in it."""
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters(recurse=False)
+    elif isinstance(value, list | tuple | set | dict) and id(value) not in seen:
+        seen.add(id(value))
+        for each in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _held(each, seen)
 
 
 _HOOKS = (
@@ -64,6 +87,7 @@ def reason_to_stay_dense(
     owners: Mapping[Tensor, list[tuple[str, nn.Module]]],
     alike: Collection[nn.Module] = (),
     *,
+    init: str,
     is_called: bool = True,
 ) -> str | None:
     """Return why a TT module can't take a dense module's place, or None if it can.
@@ -72,6 +96,7 @@ def reason_to_stay_dense(
         module: a dense module with a weight.
         owners: `parameter_owners` of the model.
         alike: modules that may share the weight.
+        init: what the TT module starts from, "random" or "tt_svd".
         is_called: whether the TT module is called as the dense one is, so that hooks of calls run.
     """
     weight = module._parameters.get("weight")
@@ -86,6 +111,8 @@ def reason_to_stay_dense(
         return "its weight has hooks, which a TT module's cores would not have"
     if not is_called and any(getattr(module, name) for name in _HOOKS if name.endswith("hooks")):
         return "it has hooks, but a collection doesn't call its TT tables"
+    if init == "random" and not weight.requires_grad:
+        return "it is frozen, and random values would never learn: give init='tt_svd', or freeze it afterwards"
     sharers = [name for name, owner in owners[weight] if owner is not module and owner not in alike]
     return f"its weight is also that of {sharers[0]!r}" if sharers else None
 

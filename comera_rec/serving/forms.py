@@ -35,6 +35,7 @@ FORMS: dict[str, type[PortableTables | FastTables]] = {"portable": PortableTable
 COLLECTIONS = (
     TTEmbeddingBagCollection, TTEmbeddingCollection, EmbeddingBagCollection, FusedEmbeddingBagCollection, EmbeddingCollection,
 )  # fmt: skip
+_SIZES = ("num_embeddings", "embedding_dim", "in_features", "out_features")  # what models read of modules
 _WORTH = 2.0  # two products must read this many times fewer numbers to be worth one more call
 _WIDE = 0.75  # share of the columns: rows of wider slabs are formed in advance, because adding them would read about as much
 Tables = Callable[[Sequence[ServedTable]], ServedTables]
@@ -61,7 +62,10 @@ def serving_copy(model: nn.Module, arguments: Mapping[str, Any], form: str, dtyp
 
     collections = [module for module in copied.modules() if isinstance(module, COLLECTIONS)]
     hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in collections]
-    copied(**arguments)
+    try:
+        copied(**arguments)
+    except AttributeError as error:
+        raise UserError(f"{error}: what is exported has no cores or weights of TT modules, so forward can't read them") from error
     for hook in hooks:
         hook.remove()
     keys = {module: list(features.keys()) for features, module in called}
@@ -88,6 +92,9 @@ def _replaced(
         if replaced not in (None, module):
             _require_own_forward(module)
             keep_buffers_hooks_and_mode_(done[module], module)
+            for name in _SIZES:
+                if hasattr(module, name):
+                    setattr(done[module], name, getattr(module, name))
         if replaced is None:
             for name, child in module._modules.items():
                 if child is not None:
@@ -128,6 +135,10 @@ def _replacement(module: nn.Module, tables: Tables, is_fast: bool) -> nn.Module 
         return InteractionArch(module.F)
     if isinstance(module, ManagedCollisionCollection):
         return _Collisions(module)
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:  # else calls would change the weight
+        with torch.no_grad():
+            torch.embedding_renorm_(module.weight, torch.arange(len(module.weight)), module.max_norm, module.norm_type)
+        module.max_norm = None
     return None
 
 
@@ -238,15 +249,17 @@ class _Rows(nn.Module):
     def __init__(self, tables: ServedTables, padding_idx: int | None) -> None:
         super().__init__()
         self.tables, self.padding_idx = tables, padding_idx
-        self.num_embeddings = int(tables.limits)
 
     def forward(self, input: Tensor) -> Tensor:
         ids = input.flatten().long()
         rows = self.tables.rows(ids, torch.full((1,), ids.shape[0])).unflatten(0, input.shape)
         return rows if self.padding_idx is None else rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
 
+    def dense_matrix(self) -> Tensor:
+        return self(torch.arange(int(self.tables.limits)))
+
     def logits(self, input: Tensor) -> Tensor:
-        return F.linear(input, self(torch.arange(self.num_embeddings)))
+        return F.linear(input, self.dense_matrix())
 
 
 class _Bags(nn.Module):

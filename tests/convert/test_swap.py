@@ -1,5 +1,6 @@
 """compress_ of collections and of torch's embedding layers: which it replaces, what it keeps, and its errors."""
 
+import copy
 import logging
 import re
 from collections.abc import Callable
@@ -81,8 +82,7 @@ def test_modules_are_replaced_wherever_they_are_and_shared_ones_stay_shared() ->
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-@pytest.mark.parametrize("init", ["random", "tt_svd"])
-def test_types_buffers_modes_and_what_is_frozen_are_kept(init: str, is_trained: bool) -> None:
+def test_types_buffers_modes_and_what_is_frozen_are_kept(is_trained: bool) -> None:
     model = nn.ModuleDict({"bags": collection(), "words": nn.Embedding(400, 16), "head": nn.Linear(128, 256)}).double()
     bags = model["bags"].embedding_bags
     old = {"user": bags["t_user"], "item": bags["t_item"], "day": bags["t_day"], "words": model["words"], "head": model["head"]}
@@ -93,7 +93,7 @@ def test_types_buffers_modes_and_what_is_frozen_are_kept(init: str, is_trained: 
     model["bags"].eval().register_buffer("total", torch.tensor(5))
     old["item"].train()
     old["words"].eval()
-    compress_(model, tables=TABLES, linears=LinearCompression(tt_ranks=4, policy="always"), init=init)
+    compress_(model, tables=TABLES, linears=LinearCompression(tt_ranks=4, policy="always"), init="tt_svd")
     tables = model["bags"]
     new = {"user": tables.tt_bag("t_user"), "item": tables.tt_bag("t_item"), "words": model["words"], "head": model["head"]}
     assert not model["head"].bias.requires_grad
@@ -127,6 +127,42 @@ def test_tables_that_share_their_weight_stay_dense(caplog: pytest.LogCaptureFixt
         "t_day: 7 x 16, stays dense: it has fewer than 100 rows",
     ]
     assert caplog.messages[4] == "t_item: 300 x 16, ranks (4,)"
+
+
+def test_what_is_frozen_or_in_a_list_stays_dense(caplog: pytest.LogCaptureFixture) -> None:
+    """Frozen random rows would never learn. What a list holds is never replaced there, so it would not be trained."""
+    model: Any = Nested()
+    model.sparse.embedding_bags["t_user"].weight.requires_grad_(False)
+    model.regularized = [({"first": [model.first.weight]}, 1e-3)]
+    model.tables = (model.towers["right"][0].embedding_bags["t_item"],)
+    with caplog.at_level(logging.INFO, logger="comera_rec"):
+        compress_(model, tables=TABLES, linears=LinearCompression(tt_ranks=8))
+    reasons = [message.partition("stays dense: ")[2] for message in caplog.messages if "stays dense: it" in message]
+    assert reasons == [
+        "it is frozen, and random values would never learn: give init='tt_svd', or freeze it afterwards",
+        "it has fewer than 100 rows",
+        "its weight is also that of 'tables'",
+        "it has fewer than 100 rows",
+        "its weight is also that of 'regularized'",
+    ]
+    assert (list(model.sparse.tt_bags), list(model.towers["right"][0].tt_bags)) == (["t_item"], ["t_user"])
+
+
+def test_tables_of_one_name_have_their_own_orders() -> None:
+    torch.manual_seed(0)
+    towers = nn.ModuleList([collection(), collection()])
+    for tower in towers:
+        for table in tower.embedding_bags.values():
+            table.weight.data = torch.randn(4, 16)[torch.randint(4, (table.num_embeddings,))]
+    config = TableCompression(tt_ranks=4, min_rows=100)
+    compress = partial(compress_, tables=config, init="tt_svd", row_order="similarity")
+    for alone, together in zip([compress(copy.deepcopy(tower)) for tower in towers], compress(towers), strict=True):
+        for name, table in alone.tt_bags.items():
+            assert table.row_order is not None
+            assert torch.equal(table.row_order, together.tt_bags[name].row_order)
+    for argument in ("importance", "row_order"):
+        message = "2 tables are named 't_user': rename them, or compress one at a time"
+        refuse(message, compress_, Nested(), tables=config, init="tt_svd", **{argument: {"t_user": torch.arange(400)}})
 
 
 @pytest.mark.parametrize("hot_rows", [0, 0.3, 0.8, "auto"])

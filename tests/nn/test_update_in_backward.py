@@ -147,6 +147,15 @@ def test_autograd_sees_that_cores_were_updated() -> None:
         loss.backward()
 
 
+def test_parameters_that_moved_since_forward_are_not_updated_where_they_were() -> None:
+    bag = table()
+    update_in_backward_(bag, torch.optim.SGD(bag.parameters(), lr=1.0))
+    loss = bag(IDS).sum()
+    bag.core_0.data = bag.core_0.data.clone(memory_format=torch.preserve_format)
+    with pytest.raises(ValueError, match="parameters of TT tables have moved, or their ranks changed, since forward"):
+        loss.backward()
+
+
 def test_two_lookups_of_a_table_update_it_twice() -> None:
     bag, twin = table(), table()
     optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (bag, twin)]

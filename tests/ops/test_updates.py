@@ -29,7 +29,7 @@ CASES = {
     "Adagrad, lr decay, initial sums": (ADAGRAD, {"lr": 0.1, "lr_decay": 0.5, "initial_accumulator_value": 0.75, **EPS}),
     "Adagrad, weight decay": (ADAGRAD, {"lr": 0.1, "weight_decay": 0.3, **EPS}),
     "Adam": (ADAM, {"lr": 0.02, "betas": (0.8, 0.95), **EPS}),
-    "Adam, weight decay": (ADAM, {"lr": 0.02, "weight_decay": 0.3, **EPS}),
+    "Adam, weight decay": (ADAM, {"lr": 0.02, "betas": (0.9, 1 - 1e-8), "weight_decay": 0.3, **EPS}),
     "AdamW": (ADAMW, {"lr": 0.02, "weight_decay": 0.3, **EPS}),
     "row-wise Adagrad": (RowWiseAdagrad, {"lr": 0.1, **EPS}),
     "row-wise Adagrad, all settings": (

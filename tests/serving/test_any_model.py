@@ -118,6 +118,7 @@ class Broken(nn.Module):
     def __init__(self, mistake: str = "") -> None:
         super().__init__()
         self.tables, self.mistake = cr.compress_(collection("cpu", "user", "item"), tables=CONFIG), mistake
+        self.layer = cr.TTLinear(8, 8)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Any:
         pooled = self.tables(sparse).values()
@@ -132,6 +133,8 @@ class Broken(nn.Module):
             return torch.rand(dense.shape[0], 64) > 0.5
         if self.mistake == "name":
             return {"sparse": pooled, "dense": dense.tanh()}
+        if self.mistake == "cores":
+            return pooled + self.layer.core_0.sum()
         if self.mistake == "nothing":
             return {"rows": dense.shape[0]}
         if self.mistake == "class":
@@ -158,6 +161,7 @@ def inputs(**changes: Any) -> dict[str, Any]:
         ("random", inputs(), {}, "output of the package differs by "),
         ("random flags", inputs(), {}, "output of the package differs by 1.0e+00 from the model's on 4 rows"),
         ("name", inputs(), {}, "an input and an output are named dense: "),
+        ("cores", inputs(), {}, "what is exported has no cores or weights of TT modules"),
         ("nothing", inputs(), {}, "forward returns no tensor: "),
         ("class", inputs(), {"dtype": "int8"}, "output of the package differs by "),
         ("", inputs(), {"form": "slow"}, "form is 'slow': choose 'portable' or 'fast'"),
@@ -352,10 +356,10 @@ class Weighted(nn.Module):
         for name, parameter in self.named_parameters():
             nn.init.normal_(parameter) if "hot_rows" in name else None
         self.table, self.bag = cr.TTEmbedding(60, DIM, tt_ranks=2, padding_idx=0), cr.TTEmbeddingBag(60, DIM, mode="mean")
-        self.same_table = self.table
+        self.same_table, self.limited = self.table, nn.Embedding(60, DIM, max_norm=1.0)
 
     def forward(self, sparse: KeyedJaggedTensor, ids: list[Tensor], *, scale: float) -> Any:
-        rows = scale * self.table(ids[0]) + self.same_table(ids[0])
+        rows = scale * self.table(ids[0]) + self.same_table(ids[0]) * self.table.embedding_dim**0.5 + self.limited(ids[0])
         return {"bags": self.bags(sparse) if scale else None, "single": (rows, self.bag(ids[0]))}
 
 

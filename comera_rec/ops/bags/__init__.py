@@ -56,7 +56,7 @@ def tt_bags(
 
     A row is a product of the slices that its digits select. On CPU each unique row, and each unique leading and trailing half, is
     formed once: CoMERA, section 4.1 (arXiv 2405.14377). Gradients are summed in the order of rows, so the number of threads doesn't
-    change results.
+    change results, except those of impl "reference".
 
     Args:
         tables: `Table`s, or pairs of cores and diagonals, that differ only in row modes, ranks and hot blocks; a `TableGroup` of

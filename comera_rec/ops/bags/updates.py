@@ -147,6 +147,7 @@ class Updates:
         self.kind = kind
         self._parameters, self._optimizers = [*cores, *(diagonals or ())], optimizers
         self._uses = [_uses_of(parameter) for parameter in self._parameters]
+        self._memory = [*map(Tensor.data_ptr, self._parameters)]  # of the detached ones, which keep it
         names = [name for name in (*kind.settings, *kind.required) if name in self._groups()[0]]
         self._read: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*names)
         self._seen, self._are_possible = self._settings_now(), True
@@ -220,6 +221,8 @@ class Updates:
         """Count a step; return the counts, if the kind has states, and the states by name, each of cores and then of diagonals."""
         if [*map(_GRADIENT, self._parameters)].count(None) < len(self._parameters):
             raise UserError(_TWICE)
+        if [*map(Tensor.data_ptr, self._parameters)] != self._memory:
+            raise UserError("parameters of TT tables have moved, or their ranks changed, since forward: change them between steps")
         backward = torch._C._current_graph_task_id()
         for uses in self._uses:
             if uses.had_gradient == backward:
