@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import NoReturn
 
@@ -11,6 +12,9 @@ from data_pipeline.errors import UserError, naming_extras
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit, see `comera_rec.cli.main.main`."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed, and the next file that is opened would take its place
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w"))
     try:
         with naming_extras():
             command_line = importlib.import_module("comera_rec.cli.main")

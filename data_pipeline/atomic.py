@@ -30,7 +30,7 @@ def resolved(output: Path) -> Path:
 
     Raises:
         ValueError: it is a URL, a pipe or a device, leads to a link to itself, is a mount point, which nothing can be renamed to,
-            or isn't UTF-8.
+            holds the current folder, which would be gone, or isn't UTF-8.
     """
     if _URL.match(str(output)):
         raise UserError(f"`output` {output} is a URL, which this command can't write to; write to a local folder and copy it there")
@@ -40,6 +40,8 @@ def resolved(output: Path) -> Path:
         raise UserError(f"`output` {output} is a pipe or a device; name a regular file or a folder")
     target = Path(os.path.realpath(output))  # leaves links to themselves, for which `Path.resolve` raises before Python 3.13
     require_utf8("output", str(target))
+    if Path(os.path.realpath(os.curdir)).is_relative_to(target):
+        raise UserError(f"`output` {output} holds the current folder, which would be replaced; name a folder in it")
     if any(path.is_symlink() for path in (target, *target.parents)):
         raise UserError(f"`output` {output} leads to a symbolic link to itself; remove the link, or choose another `output`")
     return target

@@ -145,6 +145,8 @@ class PreprocessOptions(PassOptions, Splitting):
         for name, choices in (("order", get_args(Order)), ("split", get_args(SplitKind))):
             if getattr(self, name) not in choices:
                 raise UserError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        if self.order == "similarity" and self.hash_buckets is not None:
+            raise UserError("`order` similarity needs values that are counted, which `hash_buckets` are not; leave one out")
         if self.split == "day" and len(self.inputs) < 2:
             raise UserError("`split` day needs several logs, of which it validates and tests on the last; `input` names one")
         in_order = self.val_from is not None and self.test_from is not None and self.val_from <= self.test_from

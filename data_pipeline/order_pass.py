@@ -108,8 +108,10 @@ def _write_ordered(job: Job, column: CategoricalColumn, vectors: np.ndarray) -> 
     path = job.work.ranked / column.vocabulary.path
     order = similarity_order(vectors)
     vectors_path = f"vocabulary/{Path(column.vocabulary.path).stem}.npy"
+    kept_vectors = vectors[order].astype(np.float16)
     with replacing(job.work.data / vectors_path) as temporary, temporary.open("wb") as to:
-        np.save(to, vectors[order].astype(np.float16))
+        np.lib.format.write_array_header_1_0(to, np.lib.format.header_data_from_array_1_0(kept_vectors))
+        to.write(kept_vectors.data)  # np.save doesn't say that a disk is full
 
     def blocks() -> Iterator[Counted]:
         head: list[Counted] = []

@@ -1,11 +1,12 @@
 """The hidden work folder of a run, which keeps finished steps under their final names so that a killed run can resume.
 
     .data.partial/identity.json     inputs and options; a run with different ones starts over
-    .data.partial/counts/           pass 1: each part's runs of values and statistics, and merged runs
-    .data.partial/tables/           records of vocabularies
-    .data.partial/ranked/           with an order of similarity: the vocabularies in order of frequency
-    .data.partial/shards/           pass 2: records of the shards written for each part
-    .data.partial/data/             the data set itself, renamed to its final path at the end
+    .data.partial/HASH/             of the identity; what workers of another run still write fails, because their folder is gone
+                  counts/           pass 1: each part's runs of values and statistics, and merged runs
+                  tables/           records of vocabularies
+                  ranked/           with an order of similarity: the vocabularies in order of frequency
+                  shards/           pass 2: records of the shards written for each part
+                  data/             the data set itself, renamed to its final path at the end
 
 Every file is written under a temporary name, synced and renamed. A part's statistics are written last, which marks it as done.
 """
@@ -13,6 +14,7 @@ Every file is written under a temporary name, synced and renamed. A part's stati
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -95,25 +97,26 @@ def work_folder(
         OSError: it cannot be written; the message says what to do.
     """
     named_output, output = output, resolved(output)
-    work = WorkFolder(hidden(output, "partial"))
+    folder = hidden(output, "partial")
+    work = WorkFolder(folder / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16])
     try:
         make_parent(output)
         with locked(output):
             try:
-                work.path.mkdir(exist_ok=True)
-                if (output / (files[0] if files else "")).exists() and not work.data.exists():
-                    _empty(work.path)  # an earlier run was killed between putting its data in place and cleaning up
+                folder.mkdir(exist_ok=True)
+                if (output / (files[0] if files else "")).exists() and not any(folder.glob("*/data")):
+                    _empty(folder)  # an earlier run was killed between putting its data in place and cleaning up
                 check_output(output, files=files, overwrite=overwrite)
-                _open(work, identity, named_output, tell)
+                _open(folder, work, identity, named_output, tell)
                 yield work
                 put_in_place(work.data if files else work.data / named_output.name, output)
-                _discard(work.path)
+                _discard(folder)
             finally:
-                if not any(any((work.path / folder).glob("*.json")) for folder in ("counts", "shards")):
-                    _discard(work.path)
+                if not any(any(folder.glob(f"*/{records}/*.json")) for records in ("counts", "shards")):
+                    _discard(folder)
     except OSError as error:
         remedy = "choose a writable place with enough space"
-        if work.path.exists():
+        if folder.exists():
             remedy = "finished parts are kept: free up space or fix permissions, and run the same command again"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = "raise the limit (`ulimit -n`), and run the same command again"
@@ -121,20 +124,20 @@ def work_folder(
         raise OSError(f"cannot write `output` {output}: {reason}; {remedy}") from error
 
 
-def _open(work: WorkFolder, identity: dict[str, Any], output: Path, tell: Tell) -> None:
-    path = work.path / "identity.json"
-    if path.exists() and work.data.exists():  # otherwise the data was put in place and has been removed since
+def _open(folder: Path, work: WorkFolder, identity: dict[str, Any], output: Path, tell: Tell) -> None:
+    path = folder / "identity.json"
+    if path.exists() and any(folder.glob("*/data")):  # otherwise the data was put in place and has been removed since
         recorded = json.loads(path.read_bytes())
         changed = [name for name in identity if recorded.get(name) != json.loads(json.dumps(identity[name]))]
         if not changed:
-            counted, written = (len(list((work.path / folder).glob("*.json"))) for folder in ("counts", "shards"))
+            counted, written = (len(list((work.path / records).glob("*.json"))) for records in ("counts", "shards"))
             tell(f"resuming an interrupted run: {counted} parts were counted, {written} written")
             work.remove_unfinished()
             return
         tell(f"`output` {output}: an interrupted run had different {' and '.join(changed)}; starting over")
-    _empty(work.path)
-    for folder in FOLDERS:
-        (work.path / folder).mkdir(parents=True)
+    _empty(folder)
+    for name in FOLDERS:
+        (work.path / name).mkdir(parents=True)
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(identity))
 

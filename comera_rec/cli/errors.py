@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 import click
@@ -38,16 +39,14 @@ def run_command(command: click.Command, program: str, arguments: list[str] | Non
     except (UserError, OSError) as error:
         if os.environ.get("COMERA_TRACEBACK"):
             raise
-        message, status = with_options(str(error)), 2
-    click.echo(f"{name}: {' '.join(message.split())}", err=True)
+        message, status = str(error), 2
+    tell(f"{name}: {' '.join(message.split())}")
     sys.exit(status)
 
 
 def tell(message: str) -> None:
-    """Print a message, with options in place of settings, on standard error."""
-    click.echo(with_options(message), err=True)
-
-
-def with_options(message: str) -> str:
-    """Write the settings that a message names as options of the command line."""
-    return _SETTING.sub(lambda match: "--" + match[1].replace("part_bytes", "part-size").replace("_", "-"), message)
+    """Print a message, with options in place of settings, on standard error; nobody needs to read it."""
+    with suppress(OSError):
+        click.echo(
+            _SETTING.sub(lambda match: "--" + match[1].replace("part_bytes", "part-size").replace("_", "-"), message), err=True
+        )

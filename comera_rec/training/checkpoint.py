@@ -163,7 +163,8 @@ class Checkpoint:
                 dcp.load(dict(tensors), storage_reader=_Reader(self._path), no_dist=not WORLD.several)
         except (ValueError, CheckpointException) as error:
             reason = (str(_cause_of(error)) or type(_cause_of(error)).__name__).splitlines()[0]
-            raise UserError(f"checkpoint {self._path} cannot be loaded ({reason}): remove it, or give another") from error
+            advice = "remove it, or give another" if self._path.exists() else "its run has replaced it by a later one, try again"
+            raise UserError(f"checkpoint {self._path} cannot be loaded ({reason}): {advice}") from error
 
 
 def _mapped(size: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -42,8 +42,12 @@ class MetricsLog:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line, and the numbers among its values to TensorBoard."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = self._file.name
+            raise
         self._show(kind, step, **values)
 
     def _show(self, kind: str, step: int, **values: Any) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import math
+import os
 import platform
 import statistics
 import time
@@ -178,7 +179,7 @@ class Trainer:
         with contextlib.ExitStack() as held:
 
             def lock() -> None:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                Path(os.path.realpath(self.folder)).mkdir(parents=True, exist_ok=True)
                 try:
                     held.enter_context(locked(self.checkpoints))  # the lock is in the folder, as what is beside may be read-only
                 except OSError as error:

@@ -1,7 +1,9 @@
 """`comera synth` and `comera preprocess` as users see them: exit status, summary, one line for each mistake."""
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,19 @@ def test_mistakes(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.tsv", "loop"]
+
+
+def test_nobody_needs_to_read_standard_error(log: Path, tmp_path: Path) -> None:
+    """It is closed, or a pipe that nobody reads; the second run says that it resumes."""
+    with log.open("a") as file:
+        file.write("not a row\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = [sys.executable, "-m", "comera_rec", "preprocess", "--input", log, "--output", tmp_path / "data", "--part-size", "10KiB"]
+    closed = subprocess.run([*program, "--workers", "1"], preexec_fn=lambda: os.close(2))
+    assert closed.returncode == 2
+    assert subprocess.run([*program, "--max-bad-rows", "1"], stderr=writer).returncode == 0
+    os.close(writer)
 
 
 def test_logs_are_ordered_by_their_numbers(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def test_killed(every_kind: PreprocessOptions) -> None:
         else:
             killed += 1
     work, said = atomic.hidden(options.output, "partial"), list[str]()
-    resumes = all((work / name).exists() for name in ("identity.json", "data"))
+    resumes = (work / "identity.json").exists() and any(work.glob("*/data"))
     preprocess(replace(options, scheduler=None), said.append)  # what a cluster has begun, too
     assert any(line.startswith("resuming an interrupted run") for line in said) == resumes
     assert files_of(options.output) == expected
@@ -146,7 +146,11 @@ def test_what_another_run_needs_starts_over(interrupted: PreprocessOptions) -> N
     shutil.copy2(first, elsewhere)
     other = replace(interrupted, min_count=3, inputs=(elsewhere / first.name, *interrupted.inputs[1:]))
     messages: list[str] = []
-    manifest = preprocess(other, messages.append)
+    work = atomic.hidden(other.output, "partial")
+    before = set(work.glob("*/shards"))
+    refuse(r"day_1.gz:\d+: 1 columns", preprocess, replace(other, max_bad_rows=0), messages.append)
+    assert before.isdisjoint(work.glob("*/shards")), "workers of the former run, if any are left, find no folder to write to"
+    manifest = preprocess(replace(other, overwrite=True), lambda line: None)
     assert messages == [f"`output` {other.output}: an interrupted run had different inputs and min_count; starting over"]
     assert {column.min_count for column in manifest.categorical_columns} == {3}
 
