@@ -85,12 +85,13 @@ def export(context: click.Context, run: Path, output: Path, **options: Any) -> N
     """Export a run's model as one file for serving, or as a dense model.
 
     MODEL.pt2 is compiled by AOTInductor: it runs in Python and C++, takes dense [B, I] float32, values [V]
-    int64 column by column and lengths [F * B] int64, and returns probabilities [B]. The form `portable` needs only torch.
+    int64 column by column and lengths [F * B] int64, and returns probabilities [B], or [B, L] of L labels.
+    The form `portable` needs only torch.
     MODEL.weights has the weights alone, for the code of MODEL.pt2 beside it, to which the server applies them.
     MODEL.onnx takes and returns the same, in onnxruntime.
     DIR/model.pt is the state dict of the dense model, such as TorchRec's DLRM over an EmbeddingBagCollection; DIR/model.json has
-    its tables and layer sizes. Keys of model.pt have tables' names
-    percent-encoded where torch refuses them: `a.b` is `a%2Eb`.
+    its tables and the sizes of hidden layers. Keys of model.pt have tables' names percent-encoded where torch
+    refuses them: `a.b` is `a%2Eb`.
 
     \b
     Example:

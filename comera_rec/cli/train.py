@@ -13,26 +13,32 @@ from comera_rec.distributed import WORLD, launcher_number, leave
 from comera_rec.report import read_runs, write_report
 from comera_rec.training.config import RunConfig, load_config
 from comera_rec.training.from_runs import start_after
-from comera_rec.training.model import Schema, with_reachable_compression
+from comera_rec.training.model import Schema, keeps_all_dense, with_reachable_compression
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest
 
 
 def load_reachable_config(path: str | None, overrides: Sequence[str], output: str | None = None) -> RunConfig:
-    """Read a run's config, with the file's `tables.compression` lowered, and a line about it, if its tables can't reach that."""
+    """Read a run's config, with the file's `tables.compression` lowered if its tables can't reach that.
+
+    A line says so, and if all tables stay dense.
+    """
     folder = [] if output is None else [f"output={json.dumps(output, ensure_ascii=False)}"]  # a text, whatever it looks like
     config = load_config(path, [*overrides, *folder])
-    if any(override.startswith("tables.compression=") for override in overrides):
-        return config
-    reachable = with_reachable_compression(config, Schema.from_manifest(read_manifest(config.data.path)))
-    if reachable != config and launcher_number("RANK", 0) == 0:
-        click.echo(
-            f"comera: the tables of {config.data.path} are too small for compression {config.tables.compression:g}; "
-            f"they use {reachable.tables.compression:g}, the most that TT rank 1 reaches",
-            err=True,
-        )
-    return reachable
+    schema, said = Schema.from_manifest(read_manifest(config.data.path)), ""
+    if keeps_all_dense(config, schema):
+        said = f"no table of {config.data.path} has the {config.tables.min_rows} rows of tables.min_rows: all stay dense"
+    elif not any(override.startswith("tables.compression=") for override in overrides):
+        before, config = config, with_reachable_compression(config, schema)
+        if config != before:
+            said = (
+                f"the tables of {config.data.path} are too small for compression {before.tables.compression:g}; "
+                f"they use {config.tables.compression:g}, the most that TT rank 1 reaches"
+            )
+    if said and launcher_number("RANK", 0) == 0:
+        click.echo(f"comera: {said}", err=True)
+    return config
 
 
 @click.command()

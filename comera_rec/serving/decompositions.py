@@ -34,6 +34,12 @@ def permuted(
     return lengths[permute], values[index], None if weights is None else weights[index]
 
 
+def _offsets_range(offsets: Tensor, range_size: int) -> Tensor:
+    """[B + 1], V -> the position of each value in its bag, [V]."""
+    numbers = torch.arange(range_size)
+    return numbers - offsets[torch.searchsorted(offsets, numbers, right=True) - 1]
+
+
 def _embedding(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Tensor:
@@ -50,5 +56,6 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.fbgemm.jagged_2d_to_dense.default: lambda values, offsets, max_sequence_length: _to_padded_dense(
         values, [offsets], [max_sequence_length]
     ),
+    torch.ops.fbgemm.offsets_range.default: _offsets_range,
     torch.ops.fbgemm.permute_2D_sparse_data.default: permuted,
 }

@@ -315,5 +315,7 @@ def test_everything_is_synced_before_it_is_renamed(options: PreprocessOptions, m
     preprocess(options)
     work = options.output.with_name(".data.partial")
     written = {re.sub("^[0-9a-f]{16}/", "", os.path.relpath(path, work)) for path in synced}
-    assert {str(Path("data") / path.relative_to(options.output)) for path in (options.output, *options.output.rglob("*"))} <= written
+    assert {
+        str(Path("data") / path.relative_to(options.output)) for path in (options.output, *options.output.rglob("*"))
+    } <= written
     assert str(options.output.parent) in synced

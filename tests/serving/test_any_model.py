@@ -21,6 +21,8 @@ from refusals import refuse
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import comera_rec as cr
@@ -353,6 +355,10 @@ class Weighted(nn.Module):
         config = cr.TableCompression(tt_ranks=2, min_rows=50, hot_rows=0.3)
         self.bags = cr.compress_(EmbeddingBagCollection(tables("place", "day", "user"), is_weighted=True), tables=config)
         self.bags.bounds_check.mode = "ignore"
+        positions = PositionWeightedModuleCollection(dict.fromkeys(("day", "item", "place", "user"), 4))
+        for weights in positions.parameters():
+            nn.init.normal_(weights)
+        self.by_position = FeatureProcessedEmbeddingBagCollection(self.bags, positions)
         for name, parameter in self.named_parameters():
             nn.init.normal_(parameter) if "hot_rows" in name else None
         self.table, self.bag = cr.TTEmbedding(60, DIM, tt_ranks=2, padding_idx=0), cr.TTEmbeddingBag(60, DIM, mode="mean")
@@ -360,7 +366,8 @@ class Weighted(nn.Module):
 
     def forward(self, sparse: KeyedJaggedTensor, ids: list[Tensor], *, scale: float) -> Any:
         rows = scale * self.table(ids[0]) + self.same_table(ids[0]) * self.table.embedding_dim**0.5 + self.limited(ids[0])
-        return {"bags": self.bags(sparse) if scale else None, "single": (rows, self.bag(ids[0]))}
+        bags = self.bags(sparse), self.by_position(sparse).values() if scale else None
+        return {"bags": bags, "single": (rows, self.bag(ids[0]))}
 
 
 def test_weights_lists_and_empty_bags(tmp_path: Path) -> None:
@@ -376,7 +383,7 @@ def test_weights_lists_and_empty_bags(tmp_path: Path) -> None:
     others = [arguments(*sizes) for sizes in ((4, 1), (1, 0), (1, 1), (2, 1), (5, 3))]
     metadata = compare_with_onnxruntime(Weighted(), arguments(3, 2), others, tmp_path / "model.onnx")
     assert metadata.names == ["values", "lengths", "weights", "ids.0"]
-    assert [output.name for output in metadata.outputs] == ["bags", "single.0", "single.1"]
+    assert [output.name for output in metadata.outputs] == ["bags.0", "bags.1", "single.0", "single.1"]
     assert set(metadata.inputs[0].keys.values()) == {None}, "the collection takes any id"
 
 
