@@ -375,8 +375,10 @@ class ServingModel:
         ]
         try:
             outputs = self.loader.run([tensor.contiguous() for tensor in given])
-        except RuntimeError:
+        except RuntimeError as error:
             self._require_numbers(tensors)
+            if bad_id := re.search("id -?[0-9]+ is out of range for feature .*", str(error)):
+                raise UserError(bad_id[0]) from error
             raise
         if any(output.is_floating_point() and bool(output.isnan().any()) for output in outputs):
             self._require_numbers(tensors)

@@ -44,7 +44,7 @@ def json_length(header: str | None, content: int) -> int:
     """
     if header is None:
         return content
-    if not header.isdecimal() or int(header) > content:
+    if not header.isdecimal() or len(header) > 18 or int(header) > content:
         raise UserError(f"{JSON_LENGTH} is {reprlib.repr(header)} in a body of {content} bytes: give the bytes of its JSON")
     return int(header)
 
@@ -119,6 +119,8 @@ def _read(tensor: Mapping[str, Any], wanted: TensorInput) -> np.ndarray:
         ) from error
     if data.size != math.prod(shape):
         raise UserError(f"{name} has {data.size} numbers for shape {reprlib.repr(shape)}: give as many as the shape has")
+    if isinstance(numbers, bytes) and data.dtype == bool:
+        data = data.view(np.uint8) != 0  # other bytes than 0 and 1 aren't truths for torch
     dtype = _DTYPES[wanted.datatype]
     if data.dtype != dtype and data.size:
         if data.dtype.kind not in {"f": "iuf", "b": "b"}.get(dtype.kind, "iu"):

@@ -81,22 +81,22 @@ def score(options: ScoreOptions, tell: Callable[[str], None] = lambda line: None
         manifest = read_manifest(folder)
         check_vocabularies(metadata, manifest, folder)
         options, schema = _as_logs(options, manifest, folder)
-        work, settings = partial(_score_rows, options.model, manifest), {"split": options.split}
+        scorer, settings = partial(_score_rows, manifest), {"split": options.split}
     else:
         manifest = open_vocabularies(metadata, options.data).manifest
         data = options.data or Path(run_of(metadata).data)
         options = replace(options, data=data)  # which the output must not overlap either
         schema = Splitting().schema_used(schema_of_new_logs(manifest, data, given))
         encoder = open_encoder(manifest.integer_columns, manifest.categorical_columns, data, schema)
-        work, settings = partial(_score_lines, options.model, encoder), {"data": str(data)}
+        scorer, settings = partial(_score_lines, encoder), {"data": str(data)}
     workers = min(options.threads, sum(count_parts(log, options.part_bytes) or 1 for log in options.inputs))
-    files = [path for path in (options.model, options.model.with_suffix(".weights")) if path.exists()]
-    identity = {"model": [file_sha256(path) for path in files]} | settings | {"part_bytes": options.part_bytes}
+    model = options.model, _checksums(options.model)
+    identity = {"model": model[1]} | settings | {"part_bytes": options.part_bytes}
     with (
         _executor(workers) as executor,
         open_job(options, schema, Splitting(), files=None, identity=identity, tell=tell, executor=executor) as job,
     ):
-        records = pass_over(job, work, PartRecord, folder="shards", description="scoring")
+        records = pass_over(job, partial(scorer, model), PartRecord, folder="shards", description="scoring")
         _join(job, records, first=0 if folder else job.first_line(0))
     return sum(part.rows for part in records)
 
@@ -114,7 +114,16 @@ def _as_logs(options: ScoreOptions, manifest: Manifest, folder: Path) -> tuple[S
     return replace(options, inputs=shards), schema
 
 
-def _score_lines(model: Path, encoder: Encoder, job: Job, part: Part, _: None) -> PartRecord:
+_Model = tuple[Path, tuple[str, ...]]
+"""The path of MODEL.pt2, and what `_checksums` says of it."""
+
+
+def _checksums(model: Path) -> tuple[str, ...]:
+    """Return the checksums of a package, and of the weights beside it, if there are some."""
+    return tuple(file_sha256(path) for path in (model, model.with_suffix(".weights")) if path.exists())
+
+
+def _score_lines(encoder: Encoder, model: _Model, job: Job, part: Part, _: None) -> PartRecord:
     parsed = job.parse(part)
     scores = _scores(model, (flatten(encoder, parsed, rows) for rows in in_pieces(slice(0, parsed.rows), _BATCH_ROWS)))
     line = parsed.starts - part.start
@@ -125,7 +134,7 @@ def _score_lines(model: Path, encoder: Encoder, job: Job, part: Part, _: None) -
     return PartRecord.of(part, parsed)
 
 
-def _score_rows(model: Path, manifest: Manifest, job: Job, part: Part, _: None) -> PartRecord:
+def _score_rows(manifest: Manifest, model: _Model, job: Job, part: Part, _: None) -> PartRecord:
     table, rows = part.content, len(part.content)
     assert isinstance(table, pa.Table), "shards are Parquet"
     scores = _scores(model, (flat_rows(table.slice(start, _BATCH_ROWS), manifest) for start in range(0, rows, _BATCH_ROWS)))
@@ -135,15 +144,17 @@ def _score_rows(model: Path, manifest: Manifest, job: Job, part: Part, _: None) 
 
 
 @cache
-def _load(model: Path) -> ServingModel:
-    loaded = ServingModel(model, threads=1)
-    loaded.update_from_beside()
-    return loaded
+def _load(path: Path, checksums: tuple[str, ...]) -> ServingModel:
+    model = ServingModel(path, threads=1)
+    model.update_from_beside()
+    if _checksums(path) != checksums:
+        raise UserError(f"{path}, or the weights beside it, changed while logs were scored: run the command again to start over")
+    return model
 
 
-def _scores(path: Path, batches: Iterable[Flat]) -> dict[str, np.ndarray]:
+def _scores(of_run: _Model, batches: Iterable[Flat]) -> dict[str, np.ndarray]:
     """Return the columns of scores: `score`, or `score_LABEL` for each of several labels."""
-    model = _load(path)
+    model = _load(*of_run)
     with torch.inference_mode():
         scores = [model(*map(torch.from_numpy, batch))[0].numpy() for batch in batches]
     labels = run_of(model.metadata).labels

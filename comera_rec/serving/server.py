@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version as version_of
@@ -152,8 +153,9 @@ class Server:
         self._seconds(route).observe(time.perf_counter() - start)
         given = {"Content-Type": response.content_type, "Content-Length": str(len(response.body)), **response.headers}
         encoded = [(name.encode(), value.encode()) for name, value in given.items()]
-        await send({"type": "http.response.start", "status": response.status, "headers": encoded})
-        await send({"type": "http.response.body", "body": response.body})
+        with suppress(RuntimeError):  # the client has gone
+            await send({"type": "http.response.start", "status": response.status, "headers": encoded})
+            await send({"type": "http.response.body", "body": response.body})
 
     async def _read(self, receive: Receive) -> bytes | None:
         """Return the body of a request, or None if the client has gone.
@@ -184,6 +186,8 @@ class Server:
             raise _Refused(404, f"{path} isn't served here: {here}")
         if method != taken and (method, taken) != ("HEAD", "GET"):  # uvicorn leaves out the body
             raise _Refused(405, f"{path} is read by {method}: use {taken}")
+        if "upgrade" in headers:  # whose body the parser leaves to the new protocol
+            raise _Refused(400, f"the request asks for an upgrade to {headers['upgrade']!r}: send it by HTTP/1.1 alone")
         if encoding.lower() != "identity":
             raise _Refused(415, f"the body has the content encoding {encoding!r}: send it as it is")
 

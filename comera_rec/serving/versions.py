@@ -104,7 +104,8 @@ class ModelFile:
                 reported = str(error)
                 continue
             reported = ""
-            log.warning("%s is at version %s", self.name, self.current.number)
+            reason = f"; /score is unavailable without vocabularies: {self.current.reason}" if self.current.encoder is None else ""
+            log.warning("%s is at version %s%s", self.name, self.current.number, reason)
             self._observe("loaded")
 
 

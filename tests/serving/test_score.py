@@ -23,7 +23,7 @@ from page_commands import run_commands
 from refusals import refuse
 
 from comera_rec.serving.package import ServingModel
-from comera_rec.serving.score import ScoreOptions, _executor, flat_rows, score
+from comera_rec.serving.score import ScoreOptions, _executor, _load, flat_rows, score
 from data_pipeline.manifest import read_manifest
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
@@ -77,6 +77,10 @@ def test_resumed_after_a_malformed_line(model: Path, data: Path, tmp_path: Path)
     table = pq.read_table(stopped.output)
     assert table["line"].to_pylist() == [*range(1, 251), *range(252, 302)]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_model_that_is_replaced_during_a_run(model: Path) -> None:
+    refuse("model.pt2, or the weights beside it, changed while logs were scored: run the command again", _load, model, ("another",))
 
 
 def _use_worker(function: Callable[..., object], argument: object) -> None:

@@ -30,6 +30,7 @@ from refusals import refuse
 
 from comera_rec.serving.batching import Batcher, merge
 from comera_rec.serving.package import FeatureInput, ModelMetadata, ServingModel, TensorInput
+from comera_rec.serving.protocol import read_inputs
 from comera_rec.serving.score import flat_rows
 from comera_rec.serving.server import ServeOptions, Server, listen, serve
 from data_pipeline.encoder import RequestEncoder
@@ -229,12 +230,21 @@ def test_mistakes_in_binary_requests(client: httpx.Client, data: Path) -> None:
         (400, body.replace(b'"binary_data_size": ', b'"binary_data_size":-'), headers),
         (400, body.replace(b'"shape": [5, 13]', b'"shape": [5, 12]'), headers),
         (400, body[: int(length)], {}),
+        (400, body, {"Inference-Header-Content-Length": "9" * 5000}),
+        (400, body, headers | {"Connection": "Upgrade", "Upgrade": "h2c"}),
         (415, body, headers | {"Content-Encoding": "gzip"}),
     ]
     for status, content, sent in mistakes:
         answer = client.post(INFER, content=content, headers=sent)
         assert answer.status_code == status, f"{sent}: {answer} {answer.content}"
         assert "\n" not in error_of(answer)
+
+
+def test_any_byte_but_0_is_true(model: Path) -> None:
+    metadata = replace(ServingModel(model).metadata, inputs=(TensorInput(name="mask", datatype="BOOL", shape=(-1,)),))
+    tensor = {"name": "mask", "datatype": "BOOL", "shape": [3], "parameters": {"binary_data_size": 3}}
+    (mask,) = read_inputs({"inputs": [tensor]}, b"\x02\x00\x01", metadata)
+    assert mask.view(np.uint8).tolist() == [1, 0, 1]
 
 
 def test_raw_rows(client: httpx.Client, model: Path, data: Path) -> None:
