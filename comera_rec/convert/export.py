@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.models.dlrm import InteractionArch, SparseArch
@@ -65,7 +66,10 @@ def layers_of(collection: Any) -> Any:
 
 
 def require_unsharded(model: nn.Module) -> None:
-    """Raise ValueError for a model that TorchRec has sharded."""
+    """Raise ValueError for a model that TorchRec has sharded, or `fully_shard` cut."""
+    parameters = (parameter for module in model.modules() if isinstance(module, TTModule) for parameter in module.parameters())
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise UserError("fully_shard cut TT modules into parts: load the full state into the model as it was before")
     if any(isinstance(module, ShardedModule) for module in model.modules()):
         raise UserError("the model is sharded: load its state into the model as it was before DistributedModelParallel")
 

@@ -15,6 +15,7 @@ from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_module import TTModule, std_of
 from comera_rec.ops import tt_linear
 from comera_rec.ops.autocast import is_autocast_on
+from comera_rec.ops.bags.updates import require_averaged
 from comera_rec.tt import TTShape, require_positive
 from data_pipeline.errors import UserError
 
@@ -123,6 +124,8 @@ class TTLinear(TTModule):
         cores = self.cores()
         if input.dtype != cores[0].dtype and not (input.is_floating_point() and is_autocast_on(input.device)):
             raise UserError(f"input is {input.dtype} and the layer {cores[0].dtype}: give one type, or floats under torch.autocast")
+        if not torch.compiler.is_compiling():
+            require_averaged(cores)
         return tt_linear(input, cores, self.rank_parameters(), self._num_input_modes, self.out_features, self.bias)
 
     @classmethod

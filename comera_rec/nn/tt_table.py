@@ -243,6 +243,8 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
     Settings such as the learning rate are read in every step and the state stays in the optimizer, so schedulers, checkpoints and
     `truncate_ranks_` work as before.
 
+    Compiled models can't do this: there, cores get gradients for the optimizer's `step`, which has to be called.
+
     Cores have no `grad` afterwards: gradients can't be clipped, accumulated over batches or scaled (`GradScaler`). If a core gets
     one from another use, such as a penalty or an output layer that is tied to the table, the lookup's backward raises. A table that
     is looked up twice in a step is updated twice, by the gradients at the cores that each backward finds. Before another optimizer
@@ -303,9 +305,10 @@ def plan_tables(
     if any(table.lookup_order is not None for table in tables):
         if ids[0][0].device.type == "cpu" and type(ids[0][0]) is Tensor:
             _check_ids(ids, tables, names)
+        orders = [table.lookup_order for table in tables]
         ids = [
-            features if (order := table.lookup_order) is None else [order[feature.long()].to(feature.dtype) for feature in features]
-            for features, table in zip(ids, tables, strict=True)
+            features if order is None else [order[feature.long()].to(feature.dtype) for feature in features]
+            for features, order in zip(ids, orders, strict=True)
         ]
     joined = [features[0] if len(features) == 1 else torch.cat(list(features)) for features in ids]
     plan_impl = resolve_bags_impl(impl, tables[0].core_0.device, tables[0].core_0.dtype, len(shapes[0]))

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, pooling_type_to_str
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
@@ -195,6 +196,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             and features.inverse_indices_or_none() is None
             and type(features.values()) is Tensor
             and not torch.compiler.is_compiling()
+            and not is_in_torch_dispatch_mode()  # which may keep what it sees
             and not in_plain_torch()
         )
 

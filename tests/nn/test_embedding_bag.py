@@ -88,15 +88,19 @@ def test_autocast_leaves_a_lookup_alone_as_in_torch(order: int, impl: str) -> No
     assert_same(actual, expected, list(bag.parameters()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("size", "mode"), [(SHAPES[3], "sum"), (SHAPES[2], "max")])
-def test_torch_compile_traces_batches_of_any_size_in_one_graph(size: tuple[int, int, TTShape], mode: str) -> None:
-    bag = build(size, torch.float32, mode=mode)
+def test_torch_compile_traces_batches_of_any_size_in_one_graph(size: Any, mode: str, dtype: torch.dtype) -> None:
+    bag = build(size, dtype, mode=mode, row_order=torch.randperm(size[0]))
     ids, offsets = jagged(size[0])
     torch._dynamo.reset()  # otherwise graphs of other modules count as recompilations
     compiled = torch.compile(bag, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for batch in ((ids, offsets), (ids.repeat(4), offsets), (ids[:5], offsets[:3])):
             assert_same(compiled(*batch), bag(*batch), list(bag.parameters()))
+        for bad in (ids - size[0], offsets), (ids, offsets.flip(0)):
+            with pytest.raises((RuntimeError, ValueError), match=r"out of range|offsets must ascend"):
+                compiled(*bad)
     torch._dynamo.reset()
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,6 +146,17 @@ def test_autograd_sees_that_cores_were_updated() -> None:
     bag(IDS).sum().backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_compiled_autograd_leaves_updates_alone() -> None:
+    bag, twin = table(hot_rows=[(10, 2)]), table(hot_rows=[(10, 2)])
+    for each in (bag, twin):
+        update_in_backward_(each, torch.optim.Adam(each.parameters(), lr=0.1))
+    for _ in range(3):
+        twin(IDS).sum().backward()
+        with torch._dynamo.compiled_autograd._enable(partial(torch.compile, backend="aot_eager")):
+            bag(IDS).sum().backward()
+    torch.testing.assert_close(bag.cores(), twin.cores())
 
 
 def test_parameters_that_moved_since_forward_are_not_updated_where_they_were() -> None:

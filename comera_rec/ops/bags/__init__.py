@@ -154,14 +154,18 @@ def require_bags_impl(impl: str) -> None:
 def check_ids(ids: Tensor, num_rows: int | Tensor, table: str) -> None:
     """Check that a table has the rows a batch asks for.
 
-    On an accelerator the check is asynchronous: the next call that waits for the device fails, without the table's name.
+    On an accelerator the check is asynchronous: the next call that waits for the device fails, without the table's name. Compiled
+    models raise a RuntimeError.
 
     Raises:
         ValueError: naming the table, the id and the limit, if an id is outside [0, num_rows); for a type other than int32 or int64.
     """
     if ids.dtype not in (torch.int32, torch.int64):
         raise UserError(f"ids of {table} are {ids.dtype}: give int32 or int64")
-    if torch.compiler.is_compiling() or not ids.numel() or ids.is_meta:
+    if torch.compiler.is_compiling():
+        torch._assert_async(((ids >= 0) & (ids < num_rows)).all(), f"an id is out of range for {table}")
+        return
+    if not ids.numel() or ids.is_meta:
         return
     if ids.device.type != "cpu" or type(ids) is not Tensor:
         torch._assert_async(((ids >= 0) & (ids < num_rows)).all())
@@ -174,7 +178,11 @@ def check_ids(ids: Tensor, num_rows: int | Tensor, table: str) -> None:
 
 def _require_ascending(offsets: Tensor, plan: LookupPlan | PairPlan) -> None:
     count = plan.num_ids
-    if offsets.device.type != "cpu" or torch.compiler.is_compiling() or type(offsets) is not Tensor:
+    if offsets.device.type != "cpu" or type(offsets) is not Tensor:
+        return
+    if torch.compiler.is_compiling():
+        are_valid = (offsets[:1] == 0).all() & (offsets.diff() >= 0).all() & (offsets[-1:] <= count).all()
+        torch._assert_async(are_valid, "offsets must ascend from 0 to at most the number of ids")
         return
     if not len(offsets) or int(offsets[0]) or bool((offsets.diff() < 0).any()) or int(offsets[-1]) > count:
         raise UserError(f"offsets must ascend from 0 to at most {count}, the number of ids")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from comera_rec.ops.bags.table import Table, TableGroup
 from comera_rec.ops.bags.updates import Updates, current_updates, find_updates
@@ -118,6 +119,7 @@ def _gradients(ctx: Any, grad: Tensor, offsets: Tensor, weights: Tensor | None, 
     return *core_gradients, *_like(diagonals, diagonal_gradients), None if weights is None else weight_gradients
 
 
+@_disable_dynamo  # or compiled autograd would trace it
 @once_differentiable
 def _update(ctx: Any, grad: Tensor, offsets: Tensor, weights: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
     """Apply the optimizers of cores; return the gradients of diagonals without one, then of weights."""

@@ -476,6 +476,13 @@ def averaged_parameters() -> dict[int, torch.Size]:
     return _AVERAGED[replicas]
 
 
+def require_averaged(parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError if this runs in a DistributedDataParallel that wouldn't average gradients of these parameters."""
+    if averaged := averaged_parameters():
+        shapes = [(averaged.get(id(each), each.shape), each.shape) for each in parameters if each.requires_grad]
+        _require_wrapped(all(before == now for before, now in shapes))
+
+
 def _require_wrapped(has_same_sizes: bool) -> None:
     if not has_same_sizes:
         raise UserError(
@@ -489,10 +496,10 @@ def _optimizers_of(parameters: Sequence[Tensor]) -> list[tuple[Optimizer, int] |
 
     None also under DistributedDataParallel, which needs gradients to average: it removes the hooks, and steps afterwards.
     """
+    require_averaged(parameters)
     averaged = averaged_parameters()
     optimizers: list[tuple[Optimizer, int] | None] = []
     for parameter in parameters:
-        _require_wrapped(not parameter.requires_grad or averaged.get(id(parameter), parameter.shape) == parameter.shape)
         # Reading __dict__ is faster than looking up attributes, and it is empty unless an optimizer was registered.
         attributes, optimizer = parameter.__dict__, None
         if attributes and parameter.requires_grad:
