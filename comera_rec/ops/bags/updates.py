@@ -12,8 +12,6 @@ Gupta et al., ICML 2015): rounding to the nearest would lose steps below half a 
 generator seeds it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import unserializable_hook
@@ -147,7 +146,7 @@ class Updates:
         self.kind = kind
         self._parameters, self._optimizers = [*cores, *(diagonals or ())], optimizers
         self._uses = [_uses_of(parameter) for parameter in self._parameters]
-        self._memory = [*map(Tensor.data_ptr, self._parameters)]  # of the detached ones, which keep it
+        self._memory = [] if is_fake(cores[0]) else [*map(Tensor.data_ptr, self._parameters)]  # which the detached ones keep
         names = [name for name in (*kind.settings, *kind.required) if name in self._groups()[0]]
         self._read: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*names)
         self._seen, self._are_possible = self._settings_now(), True
@@ -221,7 +220,7 @@ class Updates:
         """Count a step; return the counts, if the kind has states, and the states by name, each of cores and then of diagonals."""
         if [*map(_GRADIENT, self._parameters)].count(None) < len(self._parameters):
             raise UserError(_TWICE)
-        if [*map(Tensor.data_ptr, self._parameters)] != self._memory:
+        if self._memory and [*map(Tensor.data_ptr, self._parameters)] != self._memory:
             raise UserError("parameters of TT tables have moved, or their ranks changed, since forward: change them between steps")
         backward = torch._C._current_graph_task_id()
         for uses in self._uses:
