@@ -7,8 +7,6 @@ first day's    the model of the first day, never trained again
 Each is `comera train --config examples/kaggle.toml` with fixed ranks. `counted` has AUC and the steps of the run.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import tempfile

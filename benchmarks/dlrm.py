@@ -5,8 +5,6 @@ seed 0 at each compression; the other seeds use the rate with the best NE on the
 the test split; `counted` has the best NE and AUC that any model can reach there, ms per step and peak MiB.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ reranked       after `rerank_hot_rows_` with the second day's counts
 ordered        ids ordered by the second day's frequencies from the start: the most that hot rows could gain
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shapes: B batch, I in_features, O out_features.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

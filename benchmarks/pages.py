@@ -8,8 +8,6 @@ A page names a table in a comment; the lines between it and the closing comment 
     <!-- end of table -->
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

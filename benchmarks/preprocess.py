@@ -3,8 +3,6 @@
 A run that was stopped resumes with the remaining cases; `--data` keeps the logs for the next run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

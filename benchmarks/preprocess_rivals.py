@@ -3,8 +3,6 @@
 comera-rec; a plain pandas script, which is also the tests' oracle; the same in SQL for DuckDB; and torchrec's own functions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

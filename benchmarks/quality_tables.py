@@ -1,7 +1,5 @@
 """Tables of embedding tables at equal bytes, ours and the rivals'."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from statistics import mean

@@ -1,7 +1,5 @@
 """Run benchmarks: `python -m benchmarks.run NAME [--quick] [--json FILE]`."""
 
-from __future__ import annotations
-
 import importlib
 from contextlib import ExitStack
 from dataclasses import replace

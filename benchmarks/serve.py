@@ -9,8 +9,6 @@ Rows of pass "forward" have a call's time, with the 99th percentile in `counted`
 package in a process that has loaded torch, and the memory (MiB) that it adds to that process by its first answer.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ take turns, each in its own process. The echo returns the bodies of requests, un
 beside this load. Rows have milliseconds of a request; `counted` has requests per second and the 99th percentile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -7,8 +7,6 @@ optimizer state and activations.
 Shapes: B samples, F = 26 features, N columns.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """The tables of README and docs, made from the rows under results/: one function per table, from rows to Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path

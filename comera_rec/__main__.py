@@ -1,7 +1,5 @@
 """`comera`, also as `python -m comera_rec`: starts the command line, or says which extra that needs."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

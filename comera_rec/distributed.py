@@ -4,8 +4,6 @@ loss = WORLD.mean(loss)
 path = WORLD.on_first(lambda: latest_checkpoint(folder))
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

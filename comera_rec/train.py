@@ -1,7 +1,5 @@
 """The script form of `comera train`, for launchers: `python -m comera_rec.train --config FILE [section.key=value ...]`."""
 
-from __future__ import annotations
-
 import sys
 
 from comera_rec.__main__ import main

@@ -1,7 +1,5 @@
 """NumPy arrays as Arrow arrays, without copies. pyarrow's conversion imports pandas, which costs more than 10,000 rows do."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 

@@ -5,8 +5,6 @@ The next run for the same output removes what an interrupted process left under 
 failure.
 """
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import json

@@ -6,8 +6,6 @@ hashed as its decimal digits, so 7 in Parquet, 7 and "7" in JSON and 7 in CSV ar
 Letters: n rows of a part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

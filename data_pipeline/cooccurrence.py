@@ -9,8 +9,6 @@ Ids are ordered by these vectors (`data_pipeline.similarity`), which are also go
 (`comera_rec.training.start`). V values of all columns together, K coordinates.
 """
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -6,8 +6,6 @@ pass resumes; and NumPy vectorizes the sorting of 32-bit keys (0.11 microseconds
 took 0.40 in the same run).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

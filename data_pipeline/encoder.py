@@ -9,8 +9,6 @@ mapped into memory: they load in milliseconds, and several processes share them.
 Letters: B rows, I integer columns, F categorical columns.
 """
 
-from __future__ import annotations
-
 import re
 import reprlib
 import sys

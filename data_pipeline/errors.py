@@ -1,7 +1,5 @@
 """The error of all packages for what a user got wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

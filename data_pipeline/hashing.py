@@ -4,8 +4,6 @@ A table is an array [capacity, 2] of (key, id) with linear probing; a slot is fr
 all workers share one copy, and a table larger than memory still works, with its hot keys in the page cache.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """A table of a data set's columns: missing and distinct values, and how many ids cover the rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -8,8 +8,6 @@
 Keys in the file are the field names below, except that `rows.in` is `rows.read` here because `in` is a Python keyword.
 """
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import re

@@ -3,8 +3,6 @@
 A running function does not hold Python's lock.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options of passes over logs, and of `comera preprocess`."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ part by part, as ids of the vocabularies in order of frequency. It, and the numb
 `memory_limit`; values beyond, the rarest ones, stay in order of frequency at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Letters: n well-formed lines of a text, L labels, I integer columns, C categorical columns of one value, M list columns.
 """
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass, replace
 

@@ -17,8 +17,6 @@ Arrays without a suffix hold one number per row. Suffixes: B rows, N normals, D 
 their frequency ranks, from 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import NormalDist
 

@@ -10,8 +10,6 @@ twice because that is cheaper than storing the first pass's results: 160 bytes p
 runs resume part by part (`work`). The result depends only on inputs and options, not on the number of threads or on interruptions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

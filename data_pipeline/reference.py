@@ -5,8 +5,6 @@ digits (upper or lower case) or empty; any text or none for hashed categories; l
 integers may have a fraction of zeros, as pandas writes them in columns with missing values.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

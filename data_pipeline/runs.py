@@ -4,8 +4,6 @@ A run is two files, `<name>.keys` and `<name>.counts`: column by column, its dis
 open only while a block of it is read, so the number of runs is not limited.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

@@ -17,8 +17,6 @@
 Criteo's columns are built in: label, counts I1..I13, categories C1..C26 of 1 to 8 hex digits ("hex").
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections import Counter

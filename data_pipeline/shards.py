@@ -1,7 +1,5 @@
 """Encoding of parsed columns, and writing of encoded rows as Parquet shards."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

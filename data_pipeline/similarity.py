@@ -10,8 +10,6 @@ Small groups suit tables of any shape: neighbors remain similar where a shape's 
 M values, K coordinates.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 _ORDERED_BY = 16  # leading coordinates; those beyond say little about the whole

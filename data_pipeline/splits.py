@@ -1,7 +1,5 @@
 """Assignment of rows to splits by position in the logs, by log, at random or by time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Synthetic Criteo-format logs drawn from a planted model, with the scores of its true probabilities."""
 
-from __future__ import annotations
-
 import gzip
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each line is a row. A value that doesn't end on its line, such as a quoted text 
 text as a whole, so a refused text is halved, down to the lines that are malformed.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

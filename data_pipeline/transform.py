@@ -6,8 +6,6 @@ NEWDATA contains the vocabularies (as links to DATA's files if the file system a
 same in both, so a model trained on one can read the other. Values without an id become 0.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import dataclass, fields, replace

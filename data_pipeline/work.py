@@ -11,8 +11,6 @@
 Every file is written under a temporary name, synced and renamed. A part's statistics are written last, which marks it as done.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

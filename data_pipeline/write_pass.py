@@ -1,7 +1,5 @@
 """Pass 2 over all logs: encodes every part and writes it to the shards that its rows belong to."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

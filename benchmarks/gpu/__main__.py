@@ -4,8 +4,6 @@ It runs the tests that need a GPU, and then every benchmark that the installed p
 for each machine; what an earlier run measured isn't measured again.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The step runs on fake tensors, which have sizes but no values, so anything that 
 it, raises an error. Our Triton launches are recorded, and torch's operators counted.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence

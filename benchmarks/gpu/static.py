@@ -3,8 +3,6 @@
 Triton compiles for any architecture without a GPU, and its wheel contains NVIDIA's ptxas, cuobjdump and nvdisasm. Nothing runs.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """The gate: nothing is timed until every provider's values agree with the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

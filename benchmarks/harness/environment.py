@@ -1,7 +1,5 @@
 """The hardware and software on which a benchmark runs."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """From cases to rows: checks agreement, then measures memory and times providers, case by case."""
 
-from __future__ import annotations
-
 import datetime
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

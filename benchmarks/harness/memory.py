@@ -1,7 +1,5 @@
 """Peak memory: what a call adds, and what a process has taken. On CPUs native allocations are included, on GPUs only torch's."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """Clocks: times providers in turns, so that whatever else the machine does affects all of them alike."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping

@@ -3,8 +3,6 @@
 A case is the sizes of its rows but "lr". "method", one of them, is the rows' provider.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase

@@ -6,8 +6,6 @@ batches, the same one for all, so that no provider profits from rows that the la
 Shapes: T tables, M rows of a table, N embedding_dim, B bags, L ids and U unique ids of one table.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

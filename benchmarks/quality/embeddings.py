@@ -12,8 +12,6 @@ its smallest form if that is larger, and the others share what is left (`shares`
                 the same at twice or one and a half times the budget, to which training shrinks them (`models.py`)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

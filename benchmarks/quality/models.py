@@ -10,8 +10,6 @@ converted in order
                 the same, with similar rows of the trained tables as neighbors; the budget pays for the order
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import statistics

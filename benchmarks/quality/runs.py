@@ -16,8 +16,6 @@ test split; validation NE, AUC, logloss and bytes are in `counted`.
                                              (`storage.py`)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial

@@ -5,8 +5,6 @@ are not lost (stochastic rounding). int8 tables are rounded once, after training
 rows of matrices, slices of TT cores. Neither rounds parameters without rows: rank parameters, and cores of one slice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import fbgemm_gpu  # noqa: F401  registers its operators

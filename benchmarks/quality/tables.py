@@ -17,8 +17,6 @@ and one that gains from an order of ids in which neighbors are similar:
     neighbors   as many neighboring ids share a row as the budget says, as clusters do in BACO (arXiv 2604.18351), CEL (2302.01478)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 from itertools import pairwise, product

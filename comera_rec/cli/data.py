@@ -1,7 +1,5 @@
 """Commands on logs and data sets, without torch: `synth`, `preprocess`, `transform`, `verify`, `inspect`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Conversion of a command's errors to one line and an exit status; examples and benchmarks use it, too."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -3,8 +3,6 @@
 A subcommand's module is imported when the subcommand runs: preprocessing needs no torch, and importing torchrec takes seconds.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import logging

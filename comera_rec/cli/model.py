@@ -1,7 +1,5 @@
 """Subcommands that take a trained model: evaluate, compress, export."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

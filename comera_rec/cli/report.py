@@ -1,7 +1,5 @@
 """The subcommand that compares runs; it needs no torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The subcommand `comera score`, on an exported model; it needs torch, but neither TorchRec nor a checkpoint."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The subcommand `comera serve`, which needs the extra `serve`."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The subcommand `comera train`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

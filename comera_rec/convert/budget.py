@@ -1,7 +1,5 @@
 """Approximation of dense matrices by TT tables within a budget, which goes to the ranks and hot rows that reduce the error most."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Replacement of the embedding tables and linear layers of any model by TT tables and layers."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence

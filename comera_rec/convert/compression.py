@@ -1,7 +1,5 @@
 """Report of a model's size, layer by layer, beside the size it would have dense."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Conversion of TT modules, and of this library's stand-ins for TorchRec modules, back to dense modules and TorchRec's."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which tables of a model become TT tables, and how small."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence

@@ -22,8 +22,6 @@ Letters: B rows in a batch of one process, n rows of any other set, L labels, W 
 C categorical columns.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import deque

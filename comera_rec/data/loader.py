@@ -1,7 +1,5 @@
 """Batches read ahead of their consumer."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Positions for ids that a data set of one's own has numbered: ids that occur together become neighbors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 

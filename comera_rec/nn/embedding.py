@@ -4,8 +4,6 @@ Shapes: M num_embeddings, N embedding_dim, T tokens; the table's left part has M
 r is the rank of the bond between them.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: L ids, B bags, U unique ids of the batch, N embedding_dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

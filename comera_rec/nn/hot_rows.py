@@ -1,7 +1,5 @@
 """Hot rows: low-rank rows of a table's most frequent ids, added to those of its cores."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replacement of a model's modules by TT modules, which keep whatever the rest of the model relies on."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Hot rows that follow the frequencies of ids."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """A decorator that makes torch.fx record a module as one call, as it does for modules of torch.nn."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar

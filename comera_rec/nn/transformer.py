@@ -3,8 +3,6 @@
 Shapes: B batch, L positions, D embed_dim, H heads of K = D / H features, F ff_dim, C classes, V vocab_size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """TT tables: the base of `TTEmbeddingBag` and `TTEmbedding`, and functions for any of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Autocast on any device, also on meta, for which torch knows none."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

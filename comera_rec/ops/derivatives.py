@@ -1,7 +1,5 @@
 """Derivatives that operators with a backward pass of their own don't have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

@@ -3,8 +3,6 @@
 B batch size, F features (the dense one included), P = F (F - 1) / 2 pairs, N embedding dimension.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

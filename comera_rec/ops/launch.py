@@ -1,7 +1,5 @@
 """Triton kernels that are launched with little work on the host, and launches as data, to compile them elsewhere and count them."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

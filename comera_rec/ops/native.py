@@ -3,8 +3,6 @@
 L ids, T tables of d cores.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

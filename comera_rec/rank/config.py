@@ -1,7 +1,5 @@
 """Settings of rank adaptation: when ranks shrink, how far, and by which objective."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -8,8 +8,6 @@ if the term is removed. The score of several ranks is the sum of their scores.
 Molchanov et al., Importance Estimation for Neural Network Pruning (CVPR 2019, arXiv 1906.10771), equation 8.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

@@ -3,8 +3,6 @@
 r_k rank of bond k; m_k, n_k modes of core k.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from functools import lru_cache, reduce

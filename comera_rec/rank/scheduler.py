@@ -9,8 +9,6 @@ cores. The first two are CoMERA's (arXiv 2405.14377), sections 3.2 and 3.3 and e
 removes ranks, so whether the final size is S0 depends on the weights, as in the paper.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from typing import Any, cast

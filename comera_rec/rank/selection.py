@@ -3,8 +3,6 @@
 Sizes are in units, where a parameter counts 1 or its bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Physical truncation: small ranks are sliced out of cores, rank parameters, gradients and optimizer state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 

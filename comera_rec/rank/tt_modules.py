@@ -4,8 +4,6 @@ Under `DistributedModelParallel` a process has whole tables, shards of tables an
 and the same view on every process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 B batch size, N_f embedding_dim of feature f's table.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import accumulate

@@ -3,8 +3,6 @@
 B batch size, F features (keys), L_f ids of feature f in a batch, N embedding_dim, the same for all tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report's drawings: matplotlib figures as inline SVG, colored by the page's CSS variables so that they follow its theme."""
 
-from __future__ import annotations
-
 import io
 import re
 from typing import Any

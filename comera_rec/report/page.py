@@ -3,8 +3,6 @@
 Runs are compared with the one named "dense", if there is one.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A run's folder holds config.json, metrics.jsonl and, once it has finished, resul
 has so far.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -3,8 +3,6 @@
 B rows of a batch, K keys of a KeyedJaggedTensor, V ids.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

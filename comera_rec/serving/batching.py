@@ -1,7 +1,5 @@
 """Joins requests that arrive together into one call of the model."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence

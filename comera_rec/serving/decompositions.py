@@ -3,8 +3,6 @@
 B rows, K keys, V values, N columns, L the length that rows are padded to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

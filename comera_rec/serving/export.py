@@ -1,7 +1,5 @@
 """Export of a model as a package: tables in serving form, captured, compiled, and compared with the model."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import logging

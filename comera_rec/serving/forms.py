@@ -3,8 +3,6 @@
 B batch size, K keys of a batch, V ids, N embedding dimension.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

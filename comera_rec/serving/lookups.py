@@ -4,8 +4,6 @@ F features of B bags each, V values, N columns. With torch's operators, every va
 from groups without its table are masked out, because an exported program can't split values by feature.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Captured models as ONNX files, for onnxruntime and other engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

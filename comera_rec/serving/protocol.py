@@ -3,8 +3,6 @@
 A request is JSON. In the protocol's binary extension, the numbers of tensors follow the JSON, and a header says where they begin.
 """
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Mapping, Sequence

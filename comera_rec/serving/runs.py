@@ -1,7 +1,5 @@
 """Export of a trained run: its model as a package, evaluated on the test split, which encodes rows as the run's data set does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -6,8 +6,6 @@ Columns of the file: `line` of the log from 1, or `row` of the split from 0; `sc
 The work is done in parts, to bound memory and let a killed run resume; a split's shards are read like Parquet logs.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

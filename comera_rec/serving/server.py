@@ -7,8 +7,6 @@
 A mistake of the client is a 4xx with one line, {"error": "..."}; uvicorn answers what isn't HTTP.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """The served model, which is replaced when its file is replaced, and its weights when theirs are."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

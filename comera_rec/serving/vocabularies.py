@@ -1,7 +1,5 @@
 """The vocabularies that encode raw values as a model's ids, and the check that the model was trained with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -8,8 +8,6 @@ The first calls run eagerly, because lookups and optimizers allocate their state
 replayed, and the next ones only copy their batches and replay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 

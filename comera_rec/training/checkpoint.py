@@ -6,8 +6,6 @@
 Any number of processes can load a checkpoint, whatever number saved it. Loading runs no code from it, as it may be from elsewhere.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Configs of runs: a TOML file and `section.key=value` overrides, validated into frozen dataclasses."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import difflib

@@ -7,8 +7,6 @@ NE compares the model with one that always predicts the base rate q: 1 is worthl
 Lessons from Predicting Clicks on Ads at Facebook", ADKDD 2014, section 3.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Starts of runs from other ones: of a compressed run from a trained dense one, by TT-SVD, or of a run on later data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

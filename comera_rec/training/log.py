@@ -1,7 +1,5 @@
 """What a run tells: metrics.jsonl, TensorBoard events, and its progress on standard error."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Peak memory of training, over the whole run and over parts of it; and what happens to freed memory."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """Placement of a run's model: on one device, or its tables sharded over several processes and the rest replicated."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A run's folder: whether a config can resume the run in it, and which of its checkpoints to use."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

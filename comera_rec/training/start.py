@@ -5,8 +5,6 @@ would have to learn from labels. A TT table starts from their TT-SVD, weighted b
 is for ids in order of similarity; a poor fit is worse than random values, so the table then keeps those that it has.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

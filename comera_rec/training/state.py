@@ -5,8 +5,6 @@ optimizer/NAME/KEY             the optimizer's state of a parameter
 tables/TABLE/KEY               that of a dense table, which is updated in the backward pass
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

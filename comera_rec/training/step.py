@@ -1,7 +1,5 @@
 """A training step: batches -> loss -> gradients -> update -> ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Literal
 

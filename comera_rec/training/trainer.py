@@ -3,8 +3,6 @@
 RUN/config.json, metrics.jsonl, tensorboard/, checkpoints/step_*/, and at the end result.json.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

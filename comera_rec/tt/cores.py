@@ -3,8 +3,6 @@
 Shapes: core k is (r_{k-1}, m_k, n_k, r_k); r_0 = r_d = 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

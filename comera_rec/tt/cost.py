@@ -4,8 +4,6 @@ A training step is as much work as three forward passes, because the gradient of
 indices as the product.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Mixed-radix digits: which slice of each core a row of the table uses. Pure index arithmetic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

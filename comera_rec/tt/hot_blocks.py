@@ -1,7 +1,5 @@
 """Hot rows of tables: how many ids get one, and how wide rows are, within a number of parameters."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import ceil, log2

@@ -5,8 +5,6 @@ The k-th core (r_{k-1}, m, n, r_k) of a table is stored as (m, r_{k-1}, r_k, n) 
 change, never shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Splitting of sizes into modes, one for each core."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -3,8 +3,6 @@
 M rows, N columns; m_k, n_k modes; r_k ranks; the first unfolding A is (m_1 n_1) x (m_2..m_d n_2..n_d).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

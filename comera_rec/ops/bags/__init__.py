@@ -4,8 +4,6 @@ L ids in bags, U unique rows of N columns, F features of B bags each. T tables, 
 are looked up in one call.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 T tables of d cores, L ids, F features of B bags each, N columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ it and never stored; one kernel reads all tables of order 2 in place. The halves
 the rows of tables of order 2: all of them, P + Q for P Q rows, which takes less than finding those that a batch needs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from operator import is_

@@ -1,7 +1,5 @@
 """What is made of parameters once and kept from lookup to lookup."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Generic, TypeVar

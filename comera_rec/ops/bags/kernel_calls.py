@@ -1,7 +1,5 @@
 """The kernels of `triton.py` and `triton_updates.py`, called for one lookup: bags, sums over slices, and gradients or updates."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
 from functools import cache

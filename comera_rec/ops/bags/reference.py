@@ -3,8 +3,6 @@
 L ids, U unique rows of N columns, T tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The parameters of tables in the form that lookups take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -13,8 +13,6 @@ others to each thread.
 those of the first table. Every sum has a fixed order, so that results do not change from run to run.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ the optimizer) start, in elements from those of the first table. A step updates 
 SGD and Adagrad change no others; with it, other slices don't shrink.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import triton

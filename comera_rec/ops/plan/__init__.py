@@ -4,8 +4,6 @@ L ids, U unique rows, T tables of d cores each, M_k slices of all tables' k-th c
 leading half, its first (d + 1) // 2 cores, and a trailing half; a row is a product of one slice of each half.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

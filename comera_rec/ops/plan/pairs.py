@@ -5,8 +5,6 @@ slices of all tables. A GPU multiplies faster than it finds unique rows, so a ro
 shapes, and nothing waits for the device.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import threading

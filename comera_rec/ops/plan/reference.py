@@ -3,8 +3,6 @@
 Sizes depend only on shapes, and nothing waits for the device. L ids, T tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import accumulate

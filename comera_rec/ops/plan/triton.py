@@ -2,8 +2,6 @@
 # mypy: allow-untyped-defs
 """The Triton kernels that find the two slices of every id, and its hot row, for all tables at once. L ids, T tables."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import triton

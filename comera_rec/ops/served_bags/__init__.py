@@ -1,7 +1,5 @@
 """Bags of rows for requests: every table of a model in one call, without a plan."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The definition of bags for requests in plain torch, which tests compare the fast operator with."""
 
-from __future__ import annotations
-
 import math
 
 import torch

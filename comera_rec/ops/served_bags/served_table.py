@@ -3,8 +3,6 @@
 M rows, N columns, d cores of m_k slices, r_k the ranks between them, h rows, w the width of a slab.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -4,8 +4,6 @@ Rows are stored one after the other. A row of int8 begins with its scale, a floa
 lookup reads it from one or two cache lines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Shapes: I in_features, O out_features, r the rank of the bond between input and output modes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

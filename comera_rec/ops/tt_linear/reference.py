@@ -1,7 +1,5 @@
 """`tt_linear` by definition: x W + b with the whole matrix formed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 B samples of this process, L_f ids of feature f in them, N_f embedding_dim of its table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Those applied in backward before sharding are kept for the parameters of shards,
 state of others has the form in which `torch.distributed.checkpoint` keeps it for any number of processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ of its table; W processes; the k-th core has m_k slices, one per row digit. Wher
 of bags: [sum of L_f, N] instead of [B, sum of N_f].
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 B samples per process, W processes, L ids per process, N embedding_dim; sizes in bytes, times in ms, as in all of that planner.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

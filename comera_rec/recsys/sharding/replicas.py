@@ -1,7 +1,5 @@
 """Replicas, whose gradients are reduced over processes: lookups in them, and data parallelism where their sizes change."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Sequence

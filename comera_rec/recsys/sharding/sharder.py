@@ -5,8 +5,6 @@ it has, so tables are divided row-wise. TorchRec's input dist sends
 each id to the process that numbers it, which then looks up its row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
