@@ -76,8 +76,15 @@ ServedFeature feature_at(const Tensor& storage, const int64_t* record, const int
   return feature;
 }
 
-// Returns the bags of F features, [B, F, N].
-Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor values, Tensor lengths, int64_t columns) {
+// Consecutive bags of a feature: the first one's number, how many, and the number of their first value.
+struct Task {
+  int64_t feature, bag, count, value;
+};
+
+// Returns the bags of F features, [B, F, N]; if they have `counts` [F] bags, in all at most those of `lengths`, [bags, N].
+Tensor served_bags(
+    Tensor storage, Tensor layout, Tensor slabs, Tensor values, Tensor lengths, std::optional<Tensor> counts, std::optional<Tensor> weights,
+    int64_t columns) {
   require_plain(storage, "storage", ScalarType::Byte, "uint8");
   require_plain(layout, "layout", ScalarType::Long, "int64");
   require_plain(slabs, "slabs", ScalarType::Long, "int64");
@@ -85,9 +92,13 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor values, T
   require_plain(lengths, "lengths", ScalarType::Long, "int64");
   require(layout.dim() == 2 && layout.size(1) == kFeatureNumbers && slabs.dim() == 2 && slabs.size(1) == kSlabNumbers, "layout has shape ",
           shape_of(layout), " and slabs ", shape_of(slabs), ": give (F, ", kFeatureNumbers, ") and (S, ", kSlabNumbers, ")");
-  const int64_t N = columns, F = layout.size(0), V = values.numel(), B = F > 0 ? lengths.numel() / F : 0;
+  const int64_t N = columns, F = layout.size(0), V = values.numel(), bags = lengths.numel(), B = F > 0 ? bags / F : 0;
   require(N >= 1, "columns is ", N, ": give at least 1");
-  require(F > 0 && lengths.numel() == F * B, "lengths holds ", lengths.numel(), " numbers for ", F, " features: give as many for each");
+  require(F > 0 && (counts ? counts->numel() == F : bags == F * B), "lengths holds ", bags, " numbers for ", F,
+          " features: give as many for each, or counts for all");
+  if (counts) require_plain(*counts, "counts", ScalarType::Long, "int64");
+  if (weights) require_plain(*weights, "weights", ScalarType::Float, "float32");
+  require(!weights || weights->numel() == V, "weights don't hold ", V, " numbers: give one for each value");
   const int64_t *records = static_cast<const int64_t*>(layout.data_ptr()), *lengths_at = static_cast<const int64_t*>(lengths.data_ptr()),
                 *values_at = static_cast<const int64_t*>(values.data_ptr()), *slabs_at = static_cast<const int64_t*>(slabs.data_ptr());
   std::vector<ServedFeature> features;
@@ -99,34 +110,42 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor values, T
     scratch_floats = std::max(scratch_floats, kernels().serve_scratch_floats(features.back(), N));
   }
   require(slab == slabs.size(0), "slabs are not in the order of their features: export the model again");
-  // All features for a few rows, then for the next rows, so that the output stays in the cache until a row is complete.
-  const int64_t parts = (B + kBagsOfATask - 1) / kBagsOfATask, tasks = F * parts;
-  std::vector<int64_t> starts(tasks);
-  int64_t total = 0;
-  for (int64_t f = 0; f < F; ++f)
-    for (int64_t bag = 0; bag < B; ++bag) {
-      if (bag % kBagsOfATask == 0) starts[bag / kBagsOfATask * F + f] = total;
-      const int64_t length = lengths_at[f * B + bag];
-      require(length >= 0 && length <= V - total, "lengths are below 0 or add up to more than the ", V, " values");
-      total += length;
+  const int64_t* counts_at = counts ? static_cast<const int64_t*>(counts->data_ptr()) : nullptr;
+  const float* weights_at = weights ? static_cast<const float*>(weights->data_ptr()) : nullptr;
+  std::vector<Task> tasks;
+  int64_t total = 0, bag = 0;
+  for (int64_t f = 0; f < F; ++f) {
+    const int64_t first = bag, count = counts_at ? counts_at[f] : B;
+    require(count >= 0 && count <= bags - first, "counts are below 0 or add up to more than the ", bags, " lengths");
+    for (; bag < first + count; ++bag) {
+      if ((bag - first) % kBagsOfATask == 0) tasks.push_back({f, bag, std::min(kBagsOfATask, first + count - bag), total});
+      require(lengths_at[bag] >= 0 && lengths_at[bag] <= V - total, "lengths are below 0 or add up to more than the ", V, " values");
+      total += lengths_at[bag];
     }
-  Tensor out = reused({B, F, N});
+  }
+  // All features for a few rows, then for the next rows, so that the output stays in the cache until a row is complete.
+  const auto part_of = [&](const Task& task) { return (task.bag - task.feature * B) / kBagsOfATask; };
+  if (!counts && B > kBagsOfATask)
+    std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return part_of(a) < part_of(b); });
+  Tensor out = counts ? reused({bags, N}) : reused({B, F, N});
   float* out_at = static_cast<float*>(out.data_ptr());
-  const bool parallel = B > kBagsOfATask;
+  if (bag < bags && counts) std::fill_n(out_at + bag * N, (bags - bag) * N, 0.0f);
+  const bool parallel = int64_t(tasks.size()) > F;
   const int64_t threads = parallel ? torch::stable::get_num_threads() : 1;
   const Buffer<float> scratch(threads * scratch_floats);
   constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
   std::atomic<int64_t> invalid_lookup{kNone};  // the smallest position among the values, times F, plus its feature
   run_tasks(
-      tasks,
-      [&](int64_t task, int64_t thread) {
-        const int64_t f = task % F, first = task / F * kBagsOfATask;
-        const ServedBags bags{
-            values_at + starts[task], lengths_at + f * B + first, std::min(kBagsOfATask, B - first), N,
-            out_at + (first * F + f) * N, F * N};
-        const int64_t invalid = kernels().serve_bags(features[f], bags, scratch.get() + thread * scratch_floats);
+      int64_t(tasks.size()),
+      [&](int64_t number, int64_t thread) {
+        const Task& task = tasks[number];
+        const int64_t f = task.feature, place = counts ? task.bag : (task.bag - f * B) * F + f;
+        const ServedBags part{
+            values_at + task.value, lengths_at + task.bag, weights_at ? weights_at + task.value : nullptr, task.count, N,
+            out_at + place * N, counts ? N : F * N};
+        const int64_t invalid = kernels().serve_bags(features[f], part, scratch.get() + thread * scratch_floats);
         if (invalid < 0) return;
-        const int64_t lookup = (starts[task] + invalid) * F + f;
+        const int64_t lookup = (task.value + invalid) * F + f;
         int64_t first_lookup = invalid_lookup.load();
         while (lookup < first_lookup && !invalid_lookup.compare_exchange_weak(first_lookup, lookup)) {
         }
@@ -142,7 +161,9 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor values, T
 }  // namespace comera
 
 STABLE_TORCH_LIBRARY_FRAGMENT(comera_rec, library) {
-  library.def("served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor values, Tensor lengths, int columns) -> Tensor");
+  library.def(
+      "served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor values, Tensor lengths, Tensor? counts, Tensor? weights, "
+      "int columns) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(comera_rec, CPU, library) { library.impl("served_bags", TORCH_BOX(&comera::served_bags)); }

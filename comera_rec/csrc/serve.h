@@ -48,6 +48,7 @@ struct ServedFeature {
 struct ServedBags {
   const int64_t* values = nullptr;
   const int64_t* lengths = nullptr;
+  const float* weights = nullptr;  // of the values; null if all are 1
   int64_t count = 0;
   int64_t columns = 0;
   float* out = nullptr;

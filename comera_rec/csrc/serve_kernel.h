@@ -156,8 +156,9 @@ int64_t serve_bags(const ServedFeature& feature, const ServedBags& bags, float* 
   for (int64_t bag = 0; bag < bags.count; ++bag) {
     float* out = bags.out + bag * bags.step;
     const int64_t length = bags.lengths[bag], before = single;
-    single = length == 1 ? bags.values[next] : -1;
-    if (length != 1) std::memset(out, 0, 4 * columns);
+    const bool is_copied = length == 1 && bags.weights == nullptr;
+    single = is_copied ? bags.values[next] : -1;
+    if (!is_copied) std::memset(out, 0, 4 * columns);
     for (int64_t beyond = next + length; next < beyond; ++next) {
       if (next == prepared) {
         prepared = std::min(next + kPrepared, lookups);
@@ -170,9 +171,8 @@ int64_t serve_bags(const ServedFeature& feature, const ServedBags& bags, float* 
       if (single >= 0 && single == before) {  // candidates for one user share most of their ids
         std::memcpy(out, out - bags.step, 4 * columns);
       } else {
-        float* to = length == 1 ? out : row;
-        rows.form(bags.values[next], digits[next % kPrepared], to);
-        if (length != 1) add_scaled(out, row, 1.0f, columns);
+        rows.form(bags.values[next], digits[next % kPrepared], is_copied ? out : row);
+        if (!is_copied) add_scaled(out, row, bags.weights ? bags.weights[next] : 1.0f, columns);
       }
     }
     if (feature.mean && length > 1)

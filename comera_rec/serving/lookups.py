@@ -6,7 +6,6 @@ from groups without its table are masked out, because an exported program can't 
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +23,8 @@ class ServedTables(nn.Module):
     def __init__(self, tables: Sequence[ServedTable]) -> None:
         super().__init__()
         self.features, self.columns = len(tables), tables[0].columns
-        self.any_mean, self.replaces_bad_ids = any(table.mean for table in tables), False
+        self.replaces_bad_ids = False
         self.limits = nn.Buffer(torch.tensor([table.rows for table in tables]))
-        self.means = nn.Buffer(torch.tensor([table.mean for table in tables]))
         orders = {t: table.row_order for t, table in enumerate(tables) if table.row_order is not None}
         starts, start = torch.full((len(tables),), -1), 0
         for t, order in orders.items():
@@ -34,25 +32,12 @@ class ServedTables(nn.Module):
         self.row_orders = nn.Buffer(torch.cat(list(orders.values()))) if orders else None
         self.order_starts = nn.Buffer(starts)
 
+    @abstractmethod
     def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
         """Pool bags: values [V] int64 and lengths [F * B] int64, feature by feature, and weights [V] -> [B, F, N].
 
         An id out of range makes its bag NaN or raises an error, and so do lengths that don't fit the values.
         """
-        # Compiled code must take no rows, too: nothing here divides by their number, takes the last of their entries or pads them.
-        count = values.shape[0]
-        lengths_FB = self._by_feature(lengths)
-        counts_FB = lengths_FB.clamp(0, count)
-        # torch extends the last bag to the last value, whatever its offset; an additional bag takes the values that are in no bag.
-        ends = counts_FB.flatten().cumsum(0)
-        offsets = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), count)]).clamp(max=count)
-        rows, index = self.rows(values, lengths), torch.arange(count)
-        pooled = F.embedding_bag(index, rows, offsets, mode="sum", include_last_offset=True, per_sample_weights=weights)
-        pooled_FBN = pooled[:-1].view(*lengths_FB.shape, self.columns)
-        if self.any_mean:
-            pooled_FBN = pooled_FBN / torch.where(self.means[:, None], counts_FB, 1).clamp(min=1)[:, :, None]
-        fits = (lengths_FB == counts_FB).all() & (counts_FB.sum() <= count)
-        return torch.where(fits, pooled_FBN, torch.nan).transpose(0, 1)
 
     @abstractmethod
     def rows(self, values: Tensor, lengths: Tensor) -> Tensor:
@@ -89,22 +74,15 @@ class FastTables(ServedTables):
         self.storage, self.layout, self.slabs = map(nn.Buffer, pack(tables, dtype))
 
     def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
-        if weights is not None:
-            return super().forward(values, lengths, weights)
-        return self._bags(self.rows_of(values, lengths), lengths)
+        return self._bags(values, lengths, lengths, weights=weights)
 
     def rows(self, values: Tensor, lengths: Tensor) -> Tensor:
-        # The k-th value of each feature is its k-th bag: as many bags as the feature with most values has.
-        counts = self._by_feature(lengths).clamp(0, values.shape[0]).sum(1)
-        most: Any = counts.max().clamp(min=1).item()
-        torch._check(most >= 1)
-        lengths_FB = torch.arange(most) < counts[:, None]
-        rows_BFN, feature = self._bags(self.rows_of(values, lengths), lengths_FB.long().flatten()), self.feature_of(values, lengths)
-        bag = torch.arange(values.shape[0]) - (counts.cumsum(0) - counts)[feature]
-        return rows_BFN[bag.clamp(max=most - 1), feature]  # values beyond all lengths are in no bag
+        counts = self._by_feature(lengths).sum(1)
+        return self._bags(values, lengths, torch.ones_like(values), counts=counts)
 
-    def _bags(self, values: Tensor, lengths: Tensor) -> Tensor:
-        return served_bags(Packed(self.storage, self.layout, self.slabs), values, lengths, self.columns)
+    def _bags(self, values: Tensor, lengths: Tensor, lengths_of_bags: Tensor, **others: Tensor | None) -> Tensor:
+        packed = Packed(self.storage, self.layout, self.slabs)
+        return served_bags(packed, self.rows_of(values, lengths), lengths_of_bags, self.columns, **others)
 
 
 class PortableTables(ServedTables):
@@ -112,6 +90,7 @@ class PortableTables(ServedTables):
 
     def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
         super().__init__(tables)
+        self.any_mean, self.means = any(table.mean for table in tables), nn.Buffer(torch.tensor([table.mean for table in tables]))
         groups: dict[tuple[int, ...], _Members] = {}
         for t, table in enumerate(tables):
             if formed := len(table.formed):
@@ -121,6 +100,22 @@ class PortableTables(ServedTables):
         sources: list[nn.Module] = [_Cores(tables, members, dtype) for members in groups.values()]
         sources += [_Hot(tables, members, dtype) for members in _by_width(tables)]
         self.sources = nn.ModuleList(sources)
+
+    def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
+        # Compiled code must take no rows, too: nothing here divides by their number, takes the last of their entries or pads them.
+        count = values.shape[0]
+        lengths_FB = self._by_feature(lengths)
+        counts_FB = lengths_FB.clamp(0, count)
+        # torch extends the last bag to the last value, whatever its offset; an additional bag takes the values that are in no bag.
+        ends = counts_FB.flatten().cumsum(0)
+        offsets = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), count)]).clamp(max=count)
+        rows, index = self.rows(values, lengths), torch.arange(count)
+        pooled = F.embedding_bag(index, rows, offsets, mode="sum", include_last_offset=True, per_sample_weights=weights)
+        pooled_FBN = pooled[:-1].view(*lengths_FB.shape, self.columns)
+        if self.any_mean:
+            pooled_FBN = pooled_FBN / torch.where(self.means[:, None], counts_FB, 1).clamp(min=1)[:, :, None]
+        fits = (lengths_FB == counts_FB).all() & (counts_FB.sum() <= count)
+        return torch.where(fits, pooled_FBN, torch.nan).transpose(0, 1)
 
     def rows(self, values: Tensor, lengths: Tensor) -> Tensor:
         values, feature = self.rows_of(values, lengths), self.feature_of(values, lengths)

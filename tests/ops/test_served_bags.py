@@ -62,8 +62,11 @@ def test_the_operator_equals_its_definition(shape: tuple, dtype: torch.dtype, me
     tables = [table(*shape, mean=mean), dense, table(*shape, mean=mean, formed=5)]
     packed = pack(tables, dtype)
     values, lengths = request_of(tables, 9)
-    actual, expected = served_bags(packed, values, lengths, columns), reference(*packed, values, lengths, columns)
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=1e-4)
+    for counts in (None, torch.tensor([0, 20, 6])):
+        for weights in (None, torch.randn(len(values))):
+            given = values % 19 if counts is not None else values, lengths, columns
+            actual, expected = (of(packed, *given, counts=counts, weights=weights) for of in (served_bags, reference))
+            torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=1e-4)
 
 
 def test_rows_are_those_of_the_dense_matrix() -> None:
@@ -86,7 +89,7 @@ def test_ids_beyond_32_bits() -> None:
     large = table((70_000, 70_000), (2, 2), (1,), 4, ())
     values = torch.tensor([0, 2**32 - 1, 2**32, 70_000**2 - 2])
     packed, lengths = pack([large], torch.int8), torch.ones(4).long()
-    torch.testing.assert_close(served_bags(packed, values, lengths, 4), reference(*packed, values, lengths, 4))
+    torch.testing.assert_close(served_bags(packed, values, lengths, 4), reference(packed, values, lengths, 4))
 
 
 def test_threads_change_nothing(on_threads: Callable) -> None:
@@ -95,7 +98,7 @@ def test_threads_change_nothing(on_threads: Callable) -> None:
     packed = pack(tables, torch.int8)
     one, two = (on_threads(count, lambda: served_bags(packed, values, lengths, 64)) for count in (1, 2))
     assert torch.equal(one, two)
-    torch.testing.assert_close(one, reference(*packed, values, lengths, 64), rtol=TOLERANCE, atol=1e-4)
+    torch.testing.assert_close(one, reference(packed, values, lengths, 64), rtol=TOLERANCE, atol=1e-4)
 
 
 def test_features_that_share_a_table_store_it_once() -> None:
@@ -117,6 +120,10 @@ def test_bad_requests(packed: Packed) -> None:
         ([1, 2, 3, 4], [1, 1, 1], "lengths holds 3 numbers for 2 features: give as many for each"),
     ):
         refuse(message, served_bags, packed, torch.tensor(values), torch.tensor(lengths), 64)
+    ones = torch.ones(4).long()
+    for counts in ([3, 2], [-1, 2]):
+        refuse("counts are below 0 or add up to more than the 4", served_bags, packed, ones, ones, 64, counts=torch.tensor(counts))
+    refuse("weights don't hold 4 numbers: give one for each value", served_bags, packed, ones, ones, 64, weights=torch.ones(3))
 
 
 def test_random_layouts_never_read_outside_the_storage(packed: Packed) -> None:

@@ -6,26 +6,37 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.served_bags.served_table import ServedTable
-from comera_rec.ops.served_bags.storage import unpack
+from comera_rec.ops.served_bags.storage import Packed, unpack
 from comera_rec.tt import row_digits
 from data_pipeline.errors import UserError
 
 
-def served_bags(storage: Tensor, layout: Tensor, slabs: Tensor, values: Tensor, lengths: Tensor, columns: int) -> Tensor:
-    """Return [B, F, N]; arguments as for `comera_rec.ops.served_bags.served_bags`."""
-    tables = unpack(storage, layout, slabs, columns)
-    batch = len(lengths) // len(tables)
+def served_bags(
+    packed: Packed,
+    values: Tensor,
+    lengths: Tensor,
+    columns: int,
+    *,
+    counts: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return [B, F, N] or [bags, N]; arguments as for `comera_rec.ops.served_bags.served_bags`."""
+    tables = unpack(*packed, columns)
+    numbers = [len(lengths) // len(tables)] * len(tables) if counts is None else counts.tolist()
     features, first = list[Tensor](), 0
-    for f, (table, bag_lengths) in enumerate(zip(tables, lengths.view(len(tables), batch), strict=True)):
+    for f, (table, bag_lengths) in enumerate(zip(tables, lengths[: sum(numbers)].split(numbers), strict=True)):
         ids = values[first : first + int(bag_lengths.sum())]
+        factors = torch.ones(len(ids)) if weights is None else weights[first : first + len(ids)]
         first += len(ids)
         invalid = ids[(ids < 0) | (ids >= table.rows)]
         if len(invalid):
             raise UserError(f"id {int(invalid[0])} is out of range for feature {f}: its ids run from 0 to {table.rows - 1}")
-        bags = torch.repeat_interleave(torch.arange(batch), bag_lengths)
-        pooled = torch.zeros(batch, columns).index_add(0, bags, rows_of(table, ids))
+        bags = torch.repeat_interleave(torch.arange(numbers[f]), bag_lengths)
+        pooled = torch.zeros(numbers[f], columns).index_add(0, bags, rows_of(table, ids) * factors[:, None])
         features.append(pooled / bag_lengths.clamp(min=1)[:, None] if table.mean else pooled)
-    return torch.stack(features, dim=1)
+    if counts is None:
+        return torch.stack(features, dim=1)
+    return torch.cat([*features, torch.zeros(len(lengths) - sum(numbers), columns)])
 
 
 def rows_of(table: ServedTable, ids: Tensor) -> Tensor:
