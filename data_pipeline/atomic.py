@@ -13,7 +13,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -38,8 +38,9 @@ def resolved(output: Path) -> Path:
         raise UserError(f"`output` {output} is a pipe or a device; name a regular file or a folder")
     target = Path(os.path.realpath(output))  # leaves links to themselves, for which `Path.resolve` raises before Python 3.13
     require_utf8("output", str(target))
-    if Path(os.path.realpath(os.curdir)).is_relative_to(target):
-        raise UserError(f"`output` {output} holds the current folder, which would be replaced; name a folder in it")
+    with suppress(FileNotFoundError):  # the current folder is removed
+        if Path(os.path.realpath(os.curdir)).is_relative_to(target):
+            raise UserError(f"`output` {output} holds the current folder, which would be replaced; name something in it")
     if any(path.is_symlink() for path in (target, *target.parents)):
         raise UserError(f"`output` {output} leads to a symbolic link to itself; remove the link, or choose another `output`")
     return target

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.csv
 from tqdm import tqdm
 
-from data_pipeline.atomic import check_output, replacing, write_json
+from data_pipeline.atomic import check_output, replacing, resolved, write_json
 from data_pipeline.errors import UserError
 from data_pipeline.planted import DECAY, PlantedModel, PlantedRows
 from data_pipeline.schema import CATEGORIES, INTEGERS, LABEL
@@ -105,7 +105,7 @@ def synth(options: SynthOptions) -> dict[str, Any]:
         expect, of which the first and last are None if all labels are equal; and under "last_tenth" the same for the last tenth,
         the test rows of `comera preprocess`, if it has rows.
     """
-    check_output(truth_path(options.output), files=None, overwrite=options.overwrite)
+    check_output(truth_path(resolved(options.output)), files=None, overwrite=options.overwrite)
     chosen: dict[str, Any] = {name: getattr(options, name) for name in ("seed", "scale", "decay", "groups")}
     model = PlantedModel(**chosen)
     uniform = np.random.default_rng([options.seed, 0])

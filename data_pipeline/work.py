@@ -1,20 +1,20 @@
 """The hidden work folder of a run, which keeps finished steps under their final names so that a killed run can resume.
 
-    .data.partial/identity.json     inputs and options; a run with different ones starts over
-    .data.partial/HASH/             of the identity; what workers of another run still write fails, because their folder is gone
-                  counts/           pass 1: each part's runs of values and statistics, and merged runs
+    .data.partial/identity.json     inputs and options, and the run's folder; a run with different ones starts over in another
+    .data.partial/RUN/counts/       pass 1: each part's runs of values and statistics, and merged runs
                   tables/           records of vocabularies
                   ranked/           with an order of similarity: the vocabularies in order of frequency
                   shards/           pass 2: records of the shards written for each part
                   data/             the data set itself, renamed to its final path at the end
 
 Every file is written under a temporary name, synced and renamed. A part's statistics are written last, which marks it as done.
+Workers on a cluster that outlive a run fail to write, because its folder is gone.
 """
 
 import errno
-import hashlib
 import json
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,7 +96,6 @@ def work_folder(
     """
     named_output, output = output, resolved(output)
     folder = hidden(output, "partial")
-    work = WorkFolder(folder / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16])
     try:
         make_parent(output)
         with locked(output):
@@ -105,7 +104,7 @@ def work_folder(
                 if (output / (files[0] if files else "")).exists() and not any(folder.glob("*/data")):
                     _empty(folder)  # an earlier run was killed between putting its data in place and cleaning up
                 check_output(output, files=files, overwrite=overwrite)
-                _open(folder, work, identity, named_output, tell)
+                work = _opened(folder, identity, named_output, tell)
                 yield work
                 put_in_place(work.data if files else work.data / named_output.name, output)
                 _discard(folder)
@@ -122,22 +121,26 @@ def work_folder(
         raise OSError(f"cannot write `output` {output}: {reason}; {remedy}") from error
 
 
-def _open(folder: Path, work: WorkFolder, identity: dict[str, Any], output: Path, tell: Tell) -> None:
+def _opened(folder: Path, identity: dict[str, Any], output: Path, tell: Tell) -> WorkFolder:
     path = folder / "identity.json"
-    if path.exists() and any(folder.glob("*/data")):  # otherwise the data was put in place and has been removed since
-        recorded = json.loads(path.read_bytes())
-        changed = [name for name in identity if recorded.get(name) != json.loads(json.dumps(identity[name]))]
+    recorded = json.loads(path.read_bytes()) if path.exists() else {}
+    work = WorkFolder(folder / recorded.get("run", "none"))
+    if work.data.exists():  # otherwise the data was put in place and has been removed since
+        before, now = recorded["identity"], json.loads(json.dumps(identity))
+        changed = [name for name in before | now if before.get(name) != now.get(name)]
         if not changed:
             counted, written = (len(list((work.path / records).glob("*.json"))) for records in ("counts", "shards"))
             tell(f"resuming an interrupted run: {counted} parts were counted, {written} written")
             work.remove_unfinished()
-            return
+            return work
         tell(f"`output` {output}: an interrupted run had different {' and '.join(changed)}; starting over")
     _empty(folder)
+    work = WorkFolder(folder / uuid.uuid4().hex)
     for name in FOLDERS:
         (work.path / name).mkdir(parents=True)
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(identity))
+        temporary.write_text(json.dumps({"run": work.path.name, "identity": identity}))
+    return work
 
 
 def _empty(folder: Path) -> None:

@@ -121,7 +121,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     sources = expand(first + more)
     inputs = by_number(sources)
     if inputs != sources:
-        click.echo(f"reading the logs in the order of their numbers: {inputs[0]} ... {inputs[-1]}", err=True)
+        tell(f"reading the logs in the order of their numbers: {inputs[0]} ... {inputs[-1]}")
     return inputs
 
 
@@ -212,10 +212,9 @@ def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schem
     manifest = transform_logs(options, tell=tell)
     click.echo(_summary(manifest, options.output, time.perf_counter() - start))
     if strange := _columns_of_new_values(manifest, read_manifest(options.data)):
-        click.echo(
+        tell(
             f"most values of {', '.join(strange)} have no id in {options.data}, though most of its rows have one: "
-            "check that both logs are from the same source",
-            err=True,
+            "check that both logs are from the same source"
         )
 
 

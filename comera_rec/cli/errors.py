@@ -30,7 +30,7 @@ def run_command(command: click.Command, program: str, arguments: list[str] | Non
     except click.exceptions.Abort:
         message, status = "interrupted", 130
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        tell(error.format_message())
         sys.exit(2)
     except click.ClickException as error:
         message, status = error.format_message(), 2

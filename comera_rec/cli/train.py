@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import torch.distributed as dist
 
+from comera_rec.cli.errors import tell
 from comera_rec.distributed import WORLD, launcher_number, leave
 from comera_rec.report import read_runs, write_report
 from comera_rec.training.config import RunConfig, load_config
@@ -26,7 +27,10 @@ def load_reachable_config(path: str | None, overrides: Sequence[str], output: st
     config = load_config(path, [*overrides, *folder])
     schema, said = Schema.from_manifest(read_manifest(config.data.path)), ""
     if keeps_all_dense(config, schema):
-        said = f"no table of {config.data.path} has the {config.tables.min_rows} rows of tables.min_rows: all stay dense"
+        said = (
+            f"all tables of {config.data.path} stay dense: those outside of tables.dense_tables have fewer rows than "
+            f"tables.min_rows, {config.tables.min_rows}"
+        )
     elif not any(override.startswith("tables.compression=") for override in overrides):
         before, config = config, with_reachable_compression(config, schema)
         if config != before:
@@ -35,7 +39,7 @@ def load_reachable_config(path: str | None, overrides: Sequence[str], output: st
                 f"they use {config.tables.compression:g}, the most that TT rank 1 reaches"
             )
     if said and launcher_number("RANK", 0) == 0:
-        click.echo(f"comera: {said}", err=True)
+        tell(f"comera: {said}")
     return config
 
 
@@ -77,15 +81,14 @@ def train(
     except (Interrupted, Diverged) as stop:
         leave()
         if is_first:
-            click.echo(f"comera: {stop}", err=True)
+            tell(f"comera: {stop}")
         context.exit(stop.exit_status)
     except (RuntimeError, dist.DistError) as error:
         if not (WORLD.several and (isinstance(error, dist.DistError) or "gloo" in str(error))):
             raise
-        click.echo(
+        tell(
             f"comera: process {WORLD.process_rank} has lost another process ({str(error).splitlines()[0]}): "
-            "run the same command again to resume from the last checkpoint",
-            err=True,
+            "run the same command again to resume from the last checkpoint"
         )
         context.exit(1)
     if not is_first:

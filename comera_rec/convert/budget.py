@@ -11,7 +11,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from comera_rec.nn import TTTable
 from comera_rec.rank import within_budget
 from comera_rec.tt import TTShape, first_rows, max_ranks, tt_svd_spectra
-from data_pipeline.errors import UserError
 
 _ROUNDS = (4.0, 2.0, 1.4)
 """Multiples of the budget to which tables with hot rows shrink in turn; cores and blocks are fitted again at each."""
@@ -146,16 +145,11 @@ def row_importance(state: Mapping[str, Any]) -> dict[str, Tensor]:
             checkpoint.
 
     Returns:
-        [M] by table name; tables without such sums are left out.
-
-    Raises:
-        ValueError: if two tables have one name.
+        [M] by table name; tables without such sums, and those of one name, are left out.
     """
-    importance: dict[str, Tensor] = {}
+    found: dict[str, list[Tensor]] = {}
     for name, value in flatten_state_dict(dict(state))[0].items():
         table = re.search(r"(?:^|\.)([^.]+)\.weight\.(?:.*\.)?momentum_?1$", name)
         if table and isinstance(value, Tensor) and value.dim() == 1:
-            if table[1] in importance:
-                raise UserError(f"several tables are named {table[1]!r}: give the states of their collections one by one")
-            importance[table[1]] = value
-    return importance
+            found.setdefault(table[1], []).append(value)
+    return {table: values[0] for table, values in found.items() if len(values) == 1}

@@ -171,16 +171,16 @@ def _compressed_tables(
         The TT modules, by those that they replace; and why the other tables stay dense, by name.
     """
     tables, reasons = _tables(model, filter_fn)
-    names = [table.config.name for table in tables]
     if tables:
-        compression.require_tables(names)
-    for name in (*(importance or ()), *(() if isinstance(row_order, str) else row_order or ())):
-        if names.count(name) > 1:
-            raise UserError(f"{names.count(name)} tables are named {name!r}: rename them, or compress one at a time (filter_fn)")
+        compression.require_tables([table.config.name for table in tables])
     shared = _reasons_to_stay_dense(model, tables, init)
     for name, why in reasons.items():
         _LOGGER.info("%s: stays as it is: %s", name, why)
     dense = {k for k, table in enumerate(tables) if k in shared or compression.reason_to_stay_dense(table.config)}
+    names = [table.config.name for k, table in enumerate(tables) if k not in dense]
+    for name in (*(importance or ()), *(() if isinstance(row_order, str) else row_order or ())):
+        if names.count(name) > 1:
+            raise UserError(f"{names.count(name)} tables are named {name!r}: rename them, or compress one at a time (filter_fn)")
     orders = _row_orders(row_order, tables, dense, compression, importance)
     while True:
         sizes = {table.layer: _order_numbers(table) for table in tables if table.layer in orders}
@@ -301,7 +301,8 @@ def _tables(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[_Table],
 
 def _reasons_to_stay_dense(model: nn.Module, tables: Collection[_Table], init: str) -> dict[int, str]:
     """Return why tables can't become TT tables, by position."""
-    owners, paths = parameter_owners(model), dict[nn.Module, list[str]]()
+    whole = {table.collection for table in tables if table.collection is not None}
+    owners, paths = parameter_owners(model, whole), dict[nn.Module, list[str]]()
     for name, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(name)
     return {k: reason for k, table in enumerate(tables) if (reason := _reason_to_stay_dense(table, owners, paths, init))}

@@ -1,6 +1,7 @@
 """Replacement of a model's modules by TT modules, which keep whatever the rest of the model relies on."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -12,36 +13,51 @@ FilterFn = Callable[[nn.Module, str], bool]
 """(module, fully qualified name) -> whether to consider it."""
 
 
-def parameter_owners(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module]]]:
+def parameter_owners(model: nn.Module, whole: Collection[nn.Module] = ()) -> dict[Tensor, list[tuple[str, nn.Module]]]:
     """Map each parameter to the (fully qualified name, module) of every module that registers it.
 
-    Modules that hold a parameter, or the module that it belongs to, in a list or another container of Python are among them, by the
-    container's name.
+    Modules that hold it in a container of Python are among them, by the container's name: the parameter itself, its module, or one
+    around that in which nothing is replaced.
+
+    Args:
+        whole: modules that are replaced with all that is in them.
     """
     owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    parents = set(model.modules()) - {part for module in whole for part in module.modules()}
+    found: dict[int, list[Tensor]] = {}  # by container
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append((name or "the model", module))
         for attribute, value in vars(module).items():
-            if attribute not in _REGISTERED:
-                for parameter in _held(value, set()):
+            if attribute not in _REGISTERED and isinstance(value, _CONTAINERS):
+                if id(value) not in found:
+                    found[id(value)] = list(_held(value, parents))
+                for parameter in found[id(value)]:
                     owners.setdefault(parameter, []).append((f"{name}.{attribute}".lstrip("."), module))
     return owners
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
+_PLAIN = {str, bytes, int, float, bool, type(None)}
 
 
-def _held(value: object, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the parameters in an attribute of a module, and those of the modules in it."""
-    if isinstance(value, nn.Parameter):
-        yield value
-    elif isinstance(value, nn.Module):
-        yield from value.parameters(recurse=False)
-    elif isinstance(value, list | tuple | set | dict) and id(value) not in seen:
-        seen.add(id(value))
-        for each in (*value, *value.values()) if isinstance(value, dict) else value:
-            yield from _held(each, seen)
+def _held(container: Any, parents: Collection[nn.Module]) -> Iterator[Tensor]:
+    """Yield the parameters in a container, and those of modules in it; of `parents`, only their own."""
+    containers, seen = [container], set[int]()
+    while containers:
+        container = containers.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        values = (*container, *container.values()) if isinstance(container, dict) else container
+        for value in [value for value in values if type(value) not in _PLAIN]:  # a vocabulary is passed over quickly
+            if issubclass(type(value), nn.Parameter):  # isinstance would ask what a dead weak reference is for
+                yield value
+            elif issubclass(type(value), nn.Module):
+                yield from value.parameters(recurse=value not in parents)
+            elif issubclass(type(value), _CONTAINERS):
+                containers.append(value)
 
 
 _HOOKS = (
@@ -109,10 +125,14 @@ def reason_to_stay_dense(
         return "its weight has hooks, which a TT module's cores would not have"
     if not is_called and any(getattr(module, name) for name in _HOOKS if name.endswith("hooks")):
         return "it has hooks, but a collection doesn't call its TT tables"
-    if init == "random" and not weight.requires_grad:
+    if init == "random" and not weight.requires_grad and not weight.is_meta:
         return "it is frozen, and random values would never learn: give init='tt_svd', or freeze it afterwards"
-    sharers = [name for name, owner in owners[weight] if owner is not module and owner not in alike]
-    return f"its weight is also that of {sharers[0]!r}" if sharers else None
+    for name, owner in owners[weight]:
+        if all(each is not weight for each in owner.parameters(recurse=False)):
+            return f"{name!r} holds it, and would go on to: fill that afterwards"
+        if owner is not module and owner not in alike:
+            return f"its weight is also that of {name!r}"
+    return None
 
 
 def require_no_optimizer(weight: Tensor, name: str) -> None:

@@ -305,7 +305,7 @@ def plan_tables(
             _check_ids(ids, tables, names)
         orders = [table.lookup_order for table in tables]
         ids = [
-            features if order is None else [order[feature.long()].to(feature.dtype) for feature in features]
+            features if order is None else [_rows_of(order, feature) for feature in features]
             for features, order in zip(ids, orders, strict=True)
         ]
     joined = [features[0] if len(features) == 1 else torch.cat(list(features)) for features in ids]
@@ -322,6 +322,13 @@ def plan_tables(
         for table_ids, count in zip(joined, rows, strict=True):
             check_ids(table_ids, count, "a table")
     return plan_lookup(joined, shapes, rows, impl=plan_impl)
+
+
+def _rows_of(order: Tensor, ids: Tensor) -> Tensor:
+    index = ids.long()
+    if torch.compiler.is_compiling():  # an index out of range, which is reported, would end the process in a parallel loop
+        index = index.clamp(0, len(order) - 1)
+    return order[index].to(ids.dtype)
 
 
 def _check_ids(ids: Sequence[Sequence[Tensor]], tables: Sequence[TTTable], names: Sequence[Sequence[str]]) -> None:

@@ -244,6 +244,8 @@ class _RowCollection(_Served):
 class _Rows(nn.Module):
     """A `TTEmbedding`."""
 
+    num_embeddings: int
+
     def __init__(self, tables: ServedTables, padding_idx: int | None) -> None:
         super().__init__()
         self.tables, self.padding_idx = tables, padding_idx
@@ -254,7 +256,7 @@ class _Rows(nn.Module):
         return rows if self.padding_idx is None else rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
 
     def dense_matrix(self) -> Tensor:
-        return self(torch.arange(int(self.tables.limits)))
+        return self(torch.arange(self.num_embeddings))
 
     def logits(self, input: Tensor) -> Tensor:
         return F.linear(input, self.dense_matrix())

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ def score(options: ScoreOptions, tell: Callable[[str], None] = lambda line: None
         ValueError: if the model or the input is invalid, or they don't fit each other.
         OSError: if the output can't be written.
     """
+    model = options.model, _checksums(options.model)  # first, so that all of the run is of one model
     metadata, given = read_metadata(options.model), options.inputs[0]
     folder = given if isinstance(given, Path) and given.is_dir() else None
     if folder:
@@ -88,7 +89,6 @@ def score(options: ScoreOptions, tell: Callable[[str], None] = lambda line: None
         encoder = open_encoder(manifest.integer_columns, manifest.categorical_columns, data, schema)
         scorer, settings = partial(_score_lines, encoder), {"data": str(data)}
     workers = min(options.threads, sum(count_parts(log, options.part_bytes) or 1 for log in options.inputs))
-    model = options.model, _checksums(options.model)
     identity = {"model": model[1]} | settings | {"part_bytes": options.part_bytes}
     with (
         _executor(workers) as executor,
@@ -141,7 +141,7 @@ def _score_rows(manifest: Manifest, model: _Model, job: Job, part: Part, _: None
     return PartRecord(log=part.log, number=part.number, last=part.last, lines=rows, rows=rows)
 
 
-@cache
+@lru_cache(1)
 def _load(path: Path, checksums: tuple[str, ...]) -> ServingModel:
     model = ServingModel(path, threads=1)
     model.update_from_beside()

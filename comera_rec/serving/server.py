@@ -184,8 +184,10 @@ class Server:
             raise _Refused(404, f"{path} isn't served here: {here}")
         if method != taken and (method, taken) != ("HEAD", "GET"):  # uvicorn leaves out the body
             raise _Refused(405, f"{path} is read by {method}: use {taken}")
-        if "upgrade" in headers:  # whose body the parser leaves to the new protocol
-            raise _Refused(400, f"the request asks for an upgrade to {headers['upgrade']!r}: send it by HTTP/1.1 alone")
+        if taken == "POST" and "upgrade" in headers and "upgrade" in headers.get("connection", "").lower():
+            # The parser leaves the body to the new protocol.
+            reason = f"the request asks for an upgrade to {headers['upgrade']!r}: send it by HTTP/1.1 alone"
+            raise _Refused(400, reason, {"Connection": "close"})
         if encoding.lower() != "identity":
             raise _Refused(415, f"the body has the content encoding {encoding!r}: send it as it is")
 

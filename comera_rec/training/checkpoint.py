@@ -31,6 +31,7 @@ from data_pipeline.errors import UserError
 
 _FORMAT = 2
 _TEMPORARY = ".partial"
+_REPLACED = "its run has replaced it by a later one, try again"
 _RECORD = "record.json"
 # What torch writes into .metadata of tensors, by module; these only hold or look up values.
 _KNOWN = {
@@ -161,7 +162,7 @@ class Checkpoint:
                 dcp.load(dict(tensors), storage_reader=_Reader(self._path), no_dist=not WORLD.several)
         except (ValueError, CheckpointException) as error:
             reason = (str(_cause_of(error)) or type(_cause_of(error)).__name__).splitlines()[0]
-            advice = "remove it, or give another" if self._path.exists() else "its run has replaced it by a later one, try again"
+            advice = "remove it, or give another" if self._path.exists() else _REPLACED
             raise UserError(f"checkpoint {self._path} cannot be loaded ({reason}): {advice}") from error
 
 
@@ -232,6 +233,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     ) as error:  # fmt: skip
         earlier = [checkpoint.name for checkpoint in _checkpoints(path.parent) if checkpoint.name < path.name]
         remedy = remedy or (f"remove it to resume from {earlier[-1]}" if earlier else "remove it to start the run anew")
+        remedy = remedy if path.exists() else _REPLACED
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"checkpoint {path} cannot be loaded ({reason}): {remedy}") from error
 

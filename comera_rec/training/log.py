@@ -3,8 +3,8 @@
 import json
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,9 @@ class MetricsLog:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line, and the numbers among its values to TensorBoard."""
-        try:
+        with self._named():
             self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
             self._file.flush()
-        except OSError as error:
-            error.filename = self._file.name
-            raise
         self._show(kind, step, **values)
 
     def _show(self, kind: str, step: int, **values: Any) -> None:
@@ -61,8 +58,18 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush and close both."""
-        self._file.close()
+        with self._named():
+            self._file.close()
         self._let_board(SummaryWriter.close)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Let errors of writing say which file they are of."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = self._file.name
+            raise
 
     def _let_board(self, act: Callable[[SummaryWriter], None]) -> None:
         """Let TensorBoard's writer act; where it can't write, which is no reason to end a run, say so and drop it."""

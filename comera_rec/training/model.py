@@ -138,7 +138,7 @@ def with_reachable_compression(config: RunConfig, schema: Schema) -> RunConfig:
 def keeps_all_dense(config: RunConfig, schema: Schema) -> bool:
     """Return whether no table becomes a TT table, though the config has that format."""
     tables = _dense_table_configs(config, schema)
-    return config.tables.format == "tt" and all(map(config.tables.reason_to_stay_dense, tables))
+    return config.tables.format == "tt" and bool(tables) and all(map(config.tables.reason_to_stay_dense, tables))
 
 
 def _dense_table_configs(config: RunConfig, schema: Schema) -> list[EmbeddingBagConfig]:

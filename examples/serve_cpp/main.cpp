@@ -89,7 +89,7 @@ void score(const char* model, const char* path) {
   for (int64_t i = 0; i < scores.numel(); ++i)
     require(!std::isnan(score[i]), "row " + std::to_string(i / labels) + " has no score: one of its numbers is not finite or too large");
   for (int64_t i = 0; i < scores.numel(); ++i) std::printf("%.9g%c", double(score[i]), (i + 1) % labels ? ' ' : '\n');
-  require(std::fflush(stdout) == 0, "the scores can't be written to standard output");
+  require(std::fflush(stdout) == 0 && std::ferror(stdout) == 0, "the scores can't be written to standard output");
 }
 
 }  // namespace

@@ -137,15 +137,21 @@ def test_what_is_frozen_or_in_a_list_stays_dense(caplog: pytest.LogCaptureFixtur
     model.tables = (model.towers["right"][0].embedding_bags["t_item"],)
     with caplog.at_level(logging.INFO, logger="comera_rec"):
         compress_(model, tables=TABLES, linears=LinearCompression(tt_ranks=8))
+    held = [message.partition("stays dense: ")[2] for message in caplog.messages if "holds it" in message]
+    assert held == [f"'{name}' holds it, and would go on to: fill that afterwards" for name in ("tables", "regularized")]
     reasons = [message.partition("stays dense: ")[2] for message in caplog.messages if "stays dense: it" in message]
     assert reasons == [
         "it is frozen, and random values would never learn: give init='tt_svd', or freeze it afterwards",
         "it has fewer than 100 rows",
-        "its weight is also that of 'tables'",
         "it has fewer than 100 rows",
-        "its weight is also that of 'regularized'",
+        "it has fewer than 100 rows",
     ]
     assert (list(model.sparse.tt_bags), list(model.towers["right"][0].tt_bags)) == (["t_item"], ["t_user"])
+    model = Nested()
+    model.collections = [{"left": model.sparse}, nn.Sequential(model.over, model.first), model.body]
+    compress_(model, tables=TABLES, linears=LinearCompression(tt_ranks=8))
+    assert swapped_names(model) == ["towers.right.0"], "the other one is also looked up in the list"
+    assert swapped_names(model, cr.TTLinear) == ["body.0"], "layers of modules that stay are replaced there"
 
 
 def test_tables_of_one_name_have_their_own_orders() -> None:

@@ -314,7 +314,7 @@ def test_everything_is_synced_before_it_is_renamed(options: PreprocessOptions, m
     monkeypatch.setattr(atomic.os, "fsync", note)
     preprocess(options)
     work = options.output.with_name(".data.partial")
-    written = {re.sub("^[0-9a-f]{16}/", "", os.path.relpath(path, work)) for path in synced}
+    written = {re.sub("^[0-9a-f]{32}/", "", os.path.relpath(path, work)) for path in synced}
     assert {
         str(Path("data") / path.relative_to(options.output)) for path in (options.output, *options.output.rglob("*"))
     } <= written

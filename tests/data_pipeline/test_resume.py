@@ -148,6 +148,7 @@ def test_what_another_run_needs_starts_over(interrupted: PreprocessOptions) -> N
     messages: list[str] = []
     work = atomic.hidden(other.output, "partial")
     before = set(work.glob("*/shards"))
+    assert before
     refuse(r"day_1.gz:\d+: 1 columns", preprocess, replace(other, max_bad_rows=0), messages.append)
     assert before.isdisjoint(work.glob("*/shards")), "workers of the former run, if any are left, find no folder to write to"
     manifest = preprocess(replace(other, overwrite=True), lambda line: None)

@@ -363,7 +363,7 @@ class Weighted(nn.Module):
     def forward(self, sparse: KeyedJaggedTensor, ids: list[Tensor], *, scale: float) -> Any:
         rows = scale * self.table(ids[0]) + self.same_table(ids[0]) * self.table.embedding_dim**0.5 + self.limited(ids[0])
         bags = self.bags(sparse), self.by_position(sparse).values() if scale else None
-        return {"bags": bags, "single": (rows, self.bag(ids[0]))}
+        return {"bags": bags, "single": (self.table.logits(rows), self.bag(ids[0]))}
 
 
 def test_weights_lists_and_empty_bags(tmp_path: Path) -> None:

@@ -266,7 +266,9 @@ def test_compressions_in_files_are_lowered_if_needed(config_file: Path, tmp_path
     assert (
         call("train", "--config", config_file, "tables.min_rows=9999999", "training.steps=1", f"output={tmp_path / 'other'}") == 0
     )
-    assert "has the 9999999 rows of tables.min_rows: all stay dense" in capsys.readouterr().err
+    assert (
+        "stay dense: those outside of tables.dense_tables have fewer rows than tables.min_rows, 9999999" in capsys.readouterr().err
+    )
 
 
 def test_files_of_something_else_stay(dense: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

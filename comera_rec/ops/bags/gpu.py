@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls, KernelTables
 from comera_rec.ops.bags.table import Table, TableGroup
@@ -334,6 +335,7 @@ class _Pool(torch.autograd.Function):
         return out
 
     @staticmethod
+    @_disable_dynamo  # or compiled autograd would trace it
     @once_differentiable
     def backward(
         ctx: Any, grad: Tensor, pairs: Tensor, slices: Tensor, order: Tensor, offsets: Tensor, weights: Tensor | None,

@@ -470,7 +470,9 @@ def averaged_parameters() -> dict[int, torch.Size]:
         trained = [each for each in averaged if each.requires_grad]
         facts = _torchs(replicas, "_get_ddp_logging_data")()  # of when it wrapped the model
         if facts.get("num_parameter_tensors") == len(trained):
-            _require_wrapped(facts.get("total_parameter_size_bytes") == sum(each.nbytes for each in trained))
+            numbers = sum(each.numel() for each in trained)  # whose type may have changed, which DistributedDataParallel allows
+            possible = {sum(each.nbytes for each in trained), *(numbers * size for size in (2, 4, 8))}
+            _require_wrapped(facts.get("total_parameter_size_bytes") in possible)
         _AVERAGED[replicas] = {id(each): each.shape for each in averaged}
     return _AVERAGED[replicas]
 
