@@ -117,6 +117,7 @@ def _export_dense(run: Path, output: Path, *, last: bool) -> None:
     model, config, schema = load_run(run, last=last)
     dense = export_dense(model)
     description = {"model": config.to_dict()["model"], "tables": schema.sparse, "dense_features": list(schema.dense)}
+    description["labels"] = list(schema.labels)
     try:
         with folder_beside(output) as folder:
             torch.save(dense.state_dict(), folder / "model.pt")

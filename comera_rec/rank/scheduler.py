@@ -300,6 +300,10 @@ class RankScheduler:
             return None
         return round(self.target / self.reference_size * self.reference_params)
 
+    def record_sizes(self) -> None:
+        """Add the present sizes to `history`, where tables have grown since a state was saved."""
+        self._record(self._summaries())
+
     def _record(self, summaries: dict[str, ModuleSummary]) -> None:
         self.history.append(
             {

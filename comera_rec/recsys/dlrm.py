@@ -37,7 +37,7 @@ class LearnedVector(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """[B, 0] -> [B, N]."""
-        return self.vector.repeat(len(features), 1)  # contiguous, as operators want it
+        return self.vector.repeat(features.shape[0], 1)  # contiguous, as operators want it; len() is a constant for torch.export
 
 
 def build_dlrm(

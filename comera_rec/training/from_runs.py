@@ -117,6 +117,7 @@ def start_after(run: Path, config: RunConfig) -> dict[str, Any]:
     trainer.state.load(checkpoint, grown=True)
     if trainer.scheduler:
         trainer.scheduler.load_state_dict(checkpoint.record["scheduler"])
+        trainer.scheduler.record_sizes()
     with trainer.locked():
         trainer.save()
     return after

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,12 @@ def require_successor(config: RunConfig, schema: Schema, run: Path, record: dict
     if differing := _differing(config, record, free=("seed", "data.")):
         raise UserError(f"{run} has another config than the new run (in {', '.join(differing)}): give the same one")
     known, folder = Schema.from_dict(record["schema"]), config.data.path
-    while differing := known.differences(schema):
+    if known.labels != schema.labels:  # a model's outputs are in the order of its labels
+        raise UserError(
+            f"{folder} has the labels {', '.join(schema.labels) or 'none'} where {run} was trained with {', '.join(known.labels)}: "
+            "give data with the same labels in the same order"
+        )
+    while differing := known.differences(replace(schema, labels=known.labels)):  # days between may have none
         origin = read_manifest(folder).transformed
         folder = origin.data if origin else folder
         path = Path(folder, MANIFEST_NAME)

@@ -14,7 +14,7 @@ from torchrec.modules.crossnet import LowRankCrossNet
 
 from comera_rec.ops import interact
 from comera_rec.ops.interaction import pairwise_products
-from comera_rec.recsys.dlrm import CrossNetwork, PairwiseInteraction, stack_features
+from comera_rec.recsys.dlrm import CrossNetwork, LearnedVector, PairwiseInteraction, stack_features
 
 
 def inputs(batch: int, features: int, dim: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -92,6 +92,11 @@ def test_gradients_of_second_order() -> None:
     features = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
     pairs = torch.triu_indices(4, 4, offset=1)
     assert torch.autograd.gradgradcheck(pairwise_products, (features, pairs))
+
+
+def test_a_vector_for_numbers_takes_batches_of_any_size_when_captured() -> None:
+    program = torch.export.export(LearnedVector(8), (torch.zeros(5, 0),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    assert program.module()(torch.zeros(3, 0)).shape == (3, 8)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # caused by torch.compile itself

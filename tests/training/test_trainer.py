@@ -23,7 +23,7 @@ from refusals import refuse
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from comera_rec.convert import compression_report
-from comera_rec.nn import TTEmbeddingBag, TTTable
+from comera_rec.nn import TTEmbeddingBag, TTTable, named_tt_modules
 from comera_rec.report import charts
 from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.config import load_config
@@ -31,7 +31,7 @@ from comera_rec.training.evaluation import BinaryMetrics
 from comera_rec.training.from_runs import compress_run
 from comera_rec.training.log import MetricsLog, tell
 from comera_rec.training.model import Schema, table_configs
-from comera_rec.training.runs import load_run, require_fit
+from comera_rec.training.runs import load_run, open_run, require_fit, require_successor
 from comera_rec.training.start import start_from_vectors_, starting_rows
 from comera_rec.training.stopping import Interrupted, StopSignals
 from comera_rec.training.trainer import Diverged, Trainer
@@ -237,6 +237,8 @@ def test_later_days(optimizer: str, numbers: tuple[int, ...], days: Path, config
                 if larger.num_embeddings > table.num_embeddings:
                     kinds.add("slices" if larger.shape != table.shape else "room")
         kinds |= {"dense"} if known.sparse["C26"] < schema.sparse["C26"] else set()
+        parameters = (each for _, module in named_tt_modules(new) for each in (*module.cores(), *module.rank_parameters()))
+        assert lines(later, "ranks")[0]["params"] == sum(each.numel() for each in parameters)
         assert trained(config_file, data, output, *changed) == later  # a finished run is left alone
         run = later
     assert kinds == {"slices", "room", "dense"} or optimizer == "adam"
@@ -266,6 +268,10 @@ def test_what_does_not_follow_is_refused(days: Path, config_file: Path, tmp_path
         assert call("train", "--config", config_file, "--after", first, *given) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+    config, record = load_config(config_file, [f"data.path={days / 'day_1'}", "training.steps=2"]), open_run(first).record
+    labels = replace(Schema.from_dict(record["schema"]), labels=("bought",))
+    message = "day_1 has the labels bought where .*first was trained with label: give data with the same labels"
+    refuse(message, require_successor, config, labels, first, record)
 
 
 def test_at_full_ranks_it_predicts_the_same_as_the_dense_run(dense: Path, config_file: Path, tmp_path: Path) -> None:
