@@ -26,7 +26,8 @@ def rerank_hot_rows_(model: nn.Module, optimizer: Optimizer | None, frequencies:
     Args:
         model: with TT tables that have hot rows; not yet sharded.
         optimizer: of the hot rows; their state is set to zero where ids trade rows. None if they have none.
-        frequencies: counts [M] of ids in recent data, by a table's path in the model or the end of it, its name in a collection.
+        frequencies: counts [M] of ids in recent data, equal on all processes, by a table's path in the model or the end of it, its
+            name in a collection.
 
     Raises:
         ValueError: for names without such a table, a wrong number of counts, or a table whose rows are divided over processes.
@@ -50,10 +51,10 @@ def rerank_hot_rows_(model: nn.Module, optimizer: Optimizer | None, frequencies:
                 f"{name!r} names {len(paths)} TT tables with hot rows, not one: the model has {sorted(tables) or 'none'}"
             )
         table = tables[paths[0]]
-        if counts.shape != (table.num_embeddings,):
-            raise UserError(f"frequencies of {name!r} have shape {tuple(counts.shape)}: give {table.num_embeddings} counts")
         if table.whole_shape != table.shape:
             raise UserError(f"rows of table {name!r} are divided over processes: give hot rows to other ids before it is sharded")
+        if counts.shape != (table.num_embeddings,):
+            raise UserError(f"frequencies of {name!r} have shape {tuple(counts.shape)}: give {table.num_embeddings} counts")
         moved[name] = _rerank_(table, optimizer, counts)
     return moved
 

@@ -157,7 +157,11 @@ class _ByKey(nn.Module):
 
     @one_call_in_fx
     def forward(self, looked_up: KeyedTensor, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        by_feature = features.to_dict()
+        if torch.compiler.is_compiling() or features.lengths().numel():
+            by_feature = features.to_dict()
+        else:  # no samples, for which TorchRec finds no stride
+            none = JaggedTensor(features.values(), lengths=features.lengths())
+            by_feature = dict.fromkeys(features.keys(), none)
         rows_of_keys = looked_up.values().split(looked_up.length_per_key())
         return {
             key: JaggedTensor(

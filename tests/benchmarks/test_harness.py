@@ -1,4 +1,4 @@
-"""The benchmark harness: rows, percentiles, agreement, cases, mistakes, and small runs from end to end."""
+"""The benchmark harness: agreement, cases, mistakes, and small runs from end to end."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +9,8 @@ from click.testing import CliRunner
 from refusals import refuse
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
-from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, chosen, measure_case
-from benchmarks.harness.rows import Row, read_rows, writing_rows
+from benchmarks.harness.rows import read_rows
 from benchmarks.harness.timing import Plan
 from benchmarks.linear import LinearCase
 from benchmarks.lookup.tables import FBGEMM, ON_CPU, OURS, TT, LookupCase, LookupWorkload
@@ -22,40 +21,6 @@ SMALL_LINEAR = LinearCase(batch=6, in_features=17, out_features=12, rank=3)
 FAST = ("linear", "transformer")
 FEW = Settings(plan=Plan(warmup=1, min_rounds=2, max_rounds=2), memory=False)
 SMALL = LookupCase(rows=(1009, 53), dim=8, order=3, rank=4, batch=16, bag=3, providers=(*ON_CPU, TT))
-
-
-@pytest.fixture
-def row() -> Row:
-    return Row(
-        op="linear", provider="TTLinear", shapes={"batch": 4, "ranks": [8, 8]}, dtype="float32", pass_="forward+backward",
-        p20=1.0, p50=2.0, p80=4.0, unit="ms", samples=10, ratios={"nn.Linear": 1.5}, counted={"flops": 12.0},
-        seed=0, date="2026-01-01T00:00:00+00:00", **describe("cpu"),
-    )  # fmt: skip
-
-
-def test_written_rows_are_read_back_and_a_failed_run_leaves_them_alone(row: Row, tmp_path: Path) -> None:
-    rows, path = [row, replace(row, unit="MiB", ratios={})], tmp_path / "rows.jsonl"
-    with writing_rows(path) as write:
-        write(rows)
-        assert not path.exists()
-
-    def fail() -> None:
-        with writing_rows(path) as write:
-            write(rows[:1])
-            raise RuntimeError("on the way")
-
-    with pytest.raises(RuntimeError, match="on the way"):
-        fail()
-    assert read_rows(path) == rows
-    assert '"pass": "forward+backward"' in row.to_json()
-
-
-def test_what_is_no_row_is_refused(row: Row, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(row.to_json() + "\n" + row.to_json().replace('"seed"', '"sead"') + "\n")
-    refuse(r"rows.jsonl:2: .* missing \['seed'\], unknown \['sead'\]", read_rows, path)
-    refuse("unit is 'MB'", replace, row, unit="MB")
-    refuse("must ascend", replace, row, p20=3.0)
 
 
 def test_wrong_values_do_not_pass() -> None:

@@ -30,7 +30,7 @@ from comera_rec.recsys.sharding.parts import RowShard
 
 pytestmark = pytest.mark.distributed
 
-LR = 0.1
+LR, CPU = 0.1, torch.device("cpu")
 FEATURES = ["shared", "left", "right", "mean", "small"]
 SIZES = [3, 5, 2, 4]  # samples of each process
 KINDS = ("data_parallel", "table_wise", "row_wise")
@@ -315,8 +315,13 @@ def test_states_that_do_not_fit_an_optimizer_are_refused() -> None:
 def mistakes(rank: int) -> None:
     """Raise errors of bad batches on all processes, or none where ids may be bad, and look at a shard of a frozen table."""
     bag = cr.TTEmbeddingBag(100, 8, tt_ranks=2, hot_rows=((4, 2),), include_last_offset=True).requires_grad_(False)
-    part = RowShard(bag, dist.distributed_c10d._get_default_group(), torch.device("cpu"))
+    part = RowShard(bag, dist.distributed_c10d._get_default_group(), CPU)
     assert not any(parameter.requires_grad for parameter in part.parameters())
+    part.load_state_dict(bag.state_dict())  # of which it takes its rows
+    rows = slice(part.first_row, part.first_row + part.num_rows)
+    assert torch.equal(part.dense_matrix()[: len(bag.dense_matrix()[rows])], bag.dense_matrix()[rows])
+    other = RowShard(cr.TTEmbeddingBag(200, 8, tt_ranks=2, hot_rows=((4, 2),)), dist.distributed_c10d._get_default_group(), CPU)
+    refuse("size mismatch for core_0: it has", part.load_state_dict, other.state_dict())
     model = sharded(Case(MIXED))
     for keys, key, bad, message in (
         (FEATURES, "left", 1000, r"id 1000 is out of range for table 'two' \(feature 'left'\)"),
@@ -332,12 +337,22 @@ def mistakes(rank: int) -> None:
     varying = KeyedJaggedTensor(FEATURES, torch.zeros(5).long(), lengths=torch.tensor([5]), stride_per_key_per_rank=strides)
     refuse("features have different batch sizes: give the KeyedJaggedTensor inverse indices, or", model, varying)
     refuse("tables of 'shared' differ in rows", sharded, Case(MIXED), bounds_check_mode=BoundsCheckMode.IGNORE)
-    configs = [table("tt", 50, 8, "tt", tt_ranks=2), table("dense", 9, 8, "dense")]
-    lenient = shard(nn.Sequential(TTEmbeddingBagCollection(configs)), fused={"bounds_check_mode": BoundsCheckMode.IGNORE})
+    collection = TTEmbeddingBagCollection([table("tt", 50, 8, "tt", tt_ranks=2), table("dense", 9, 8, "dense")])
+    collection.tt_bag("tt").set_row_order_(torch.randperm(50, generator=torch.Generator().manual_seed(rank)))
+    lenient = shard(nn.Sequential(collection), {"tt": "data_parallel"}, fused={"bounds_check_mode": BoundsCheckMode.IGNORE})
+    (order,) = (buffer for name, buffer in lenient.module.named_buffers() if name.endswith("row_order"))
+    first = order.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(order, first), "processes look up the same rows"
     batches = [KeyedJaggedTensor(["tt", "dense"], torch.tensor(ids), lengths=torch.ones(2).int()) for ids in ([50, -1], [0, 0])]
     bad, good = (lenient(batch).values() for batch in batches)
     assert torch.equal(bad, good)
     assert lenient.module[0].bounds_check.num_bad_ids == 2
+    ordered, turned = (
+        lenient(KeyedJaggedTensor(keys, torch.tensor(ids), lengths=torch.ones(2).int())).values()
+        for keys, ids in ((["tt", "dense"], [7, 2]), (["dense", "tt"], [2, 7]))
+    )
+    assert torch.equal(ordered, turned)
 
 
 def test_bad_batches_are_named_before_ids_are_sent_unless_the_sharder_is_told_to_count_bad_ids_as_row_0() -> None:

@@ -149,7 +149,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             fqn = append_prefix(module_fqn or "", "dense_bags")
             self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
             _copy_weights_(self.dense_bags, module.dense_bags, group)  # TorchRec would draw new ones
-            self._dense_keys = module.dense_keys()
+            self._dense_keys, self._keys_of_batches = module.dense_keys(), list[str]()
         sharded = {name: bag for part in self._parts for name, bag in part.bags.items()}
         self.tt_bags = nn.ModuleDict({config.name: sharded[config.name] for config in tables if config.name in sharded})
         self._input_dists = [part.input_dist for part in self._parts]  # where TorchRec's pipelines look for them
@@ -188,15 +188,19 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
                 features = pad_vbe_kjt_lengths(features)
         awaitables: list[Any] = []
         with torch.no_grad():
-            for part in self._parts:
-                part_features = part.in_order(features)
-                _check_ids(part, part_features)
+            of_parts = [part.in_order(features) for part in self._parts]
+            for part, part_features in zip(self._parts, of_parts, strict=True):
+                _check_ids(part, part_features)  # before any are sent, or other processes would wait for the rest
+            for part, part_features in zip(self._parts, of_parts, strict=True):
                 ctx.divisors.append(part.divisor(part_features))
                 part_features = part.in_rows(part_features)
                 awaitables.append(part.input_dist(part_features))
                 ctx.sharding_contexts.append(part.context(part_features))
             if self.dense_bags is not None:
-                ctx.dense = self.dense_bags.create_context()
+                ctx.dense, keys = self.dense_bags.create_context(), list(features.keys())
+                self._keys_of_batches = self._keys_of_batches or keys
+                if keys != self._keys_of_batches:  # which TorchRec takes to be in the order of the first batch
+                    features = features.permute([keys.index(key) for key in self._keys_of_batches])
                 request = self.dense_bags.input_dist(ctx.dense, features)
                 ctx.sharding_contexts += ctx.dense.sharding_contexts
                 awaitables += request.awaitables

@@ -4,7 +4,7 @@ Those applied in backward before sharding are kept for the parameters of shards,
 state of others has the form in which `torch.distributed.checkpoint` keeps it for any number of processes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -170,7 +170,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     tensors = {}
     for name, key, parameter, state in _entries(model, optimizer):
         value = state[key]
-        if parameter in shards and isinstance(value, Tensor) and value.numel() > 1:
+        if parameter in shards and isinstance(value, Tensor) and value.dim():
             if value.shape != parameter.shape:
                 raise UserError(
                     f"{key!r} of {name!r} has shape {tuple(value.shape)}, which can't be divided as the core is: use an optimizer "
@@ -201,12 +201,13 @@ def load_optimizer_state_(model: nn.Module, optimizer: Optimizer, state: Mapping
             f"the {type(unwrapped(optimizer)[0]).__name__} has no state yet to load into: let it take a step, load the model, and "
             "then what optimizer_state returns"
         )
+    shards: dict[Any, Any] = {each.core_0: each for each in model.modules() if hasattr(each, "as_whole")}
     for name, key, parameter, target in entries:
         if f"{name}/{key}" not in state:
             raise UserError(f"the state lacks {key!r} of {name!r}: give what optimizer_state returns for this model and optimizer")
         value = state[f"{name}/{key}"]
         if isinstance(value, DTensor):  # in the core's layout, which fused optimizers take for granted
-            value = torch.empty_like(parameter).copy_(padded_to(value, parameter.shape))
+            value = torch.empty_like(parameter).copy_(shards[parameter].part_of(value, f"{key!r} of {name!r}"))
         target[key] = value
 
 
@@ -251,9 +252,3 @@ def _entries(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str,
         state: dict[str, Any] = next(states, {})
         for key in list(state):
             yield name, key, parameter, state
-
-
-def padded_to(entry: DTensor, size: Sequence[int]) -> Tensor:
-    """Invert `RowShard.as_whole` for tensors like a core: return this process's part, padded with zeros to a shard's size."""
-    local = entry.to_local()
-    return torch.cat([local, local.new_zeros(local.shape[0], size[1] - local.shape[1], *local.shape[2:])], dim=1)

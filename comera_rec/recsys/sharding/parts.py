@@ -34,7 +34,7 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
 from comera_rec.recsys.keyed import with_values
-from comera_rec.recsys.sharding.optimizers import OptimizerBuilders, apply_optimizers_, padded_to
+from comera_rec.recsys.sharding.optimizers import OptimizerBuilders, apply_optimizers_
 from comera_rec.recsys.sharding.replicas import ReplicatedLookup
 from comera_rec.tt import TTShape
 from data_pipeline.errors import UserError
@@ -171,6 +171,9 @@ class Part(nn.Module):
             dist.broadcast(values, group=self._replicated_over, group_src=0)
             with torch.no_grad():
                 replica.copy_(values)
+        if self._replicated_over is not None:
+            for bag in self.bags.values():
+                _share_order_(bag, self._replicated_over, device)
 
     def replicas(self) -> list[nn.Parameter]:
         """Parameters that every process holds, in the same order on each."""
@@ -186,6 +189,14 @@ class Part(nn.Module):
     def in_rows(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Replace ids by what `input_dist` sends: rows, where it depends on them which process looks them up."""
         return features
+
+
+def _share_order_(bag: TTEmbeddingBag, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give a table the row order that process 0 has, or none."""
+    rows = bag.dense_params // bag.num_cols
+    order = torch.full((rows,), -1, dtype=torch.int32, device=device) if bag.row_order is None else bag.row_order.to(device)
+    dist.broadcast(order, group=group, group_src=0)
+    bag.row_order = order if rows and int(order[0]) >= 0 else None
 
 
 def data_parallel(configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], placement: Placement) -> Part:
@@ -356,11 +367,10 @@ class RowShard(TTEmbeddingBag):
             dtype=bag.core_0.dtype,
         )
         self.std = bag.std
-        self._whole, self._whole_rows = bag.shape, bag.num_embeddings
+        self._whole, self._whole_rows, self._first_digit = bag.shape, bag.num_embeddings, process_rank * digits
         self._mesh = DeviceMesh.from_group(group, device.type)
         self.num_digits = max(0, min(digits, first - process_rank * digits))
-        first_digit = process_rank * digits
-        self.first_row = first_digit * math.prod(others)
+        self.first_row = self._first_digit * math.prod(others)
         self.hot_rows = copy.deepcopy(bag.hot_rows)  # replicas, like all cores but the first
         self.row_order = None if bag.row_order is None else bag.row_order.clone()  # of the whole table
         local, whole = [*self.cores(), *self.rank_parameters()], [*bag.cores(), *bag.rank_parameters()]
@@ -371,7 +381,7 @@ class RowShard(TTEmbeddingBag):
         with torch.no_grad():
             for parameter, value in zip(local[1:], whole[1:], strict=True):
                 parameter.copy_(value)
-            self.core_0.zero_()[:, : self.num_digits] = bag.core_0[:, first_digit : first_digit + self.num_digits]
+            self.core_0.copy_(self.part_of(bag.core_0, "core_0"))
         self.to(device)
 
     def as_whole(self, local: Tensor) -> DTensor:
@@ -382,13 +392,28 @@ class RowShard(TTEmbeddingBag):
         part = local.narrow(dim, 0, self.num_digits)
         return DTensor.from_local(part, self._mesh, [Shard(dim)], run_check=False, shape=size, stride=stride)
 
+    def part_of(self, whole: Tensor, name: str) -> Tensor:
+        """Return this process's part of a tensor like the whole leading core, or of its DTensor, with zeros to the shard's size.
+
+        Raises:
+            ValueError: for a tensor of other sizes, or divided in another way.
+        """
+        local = whole.to_local() if isinstance(whole, DTensor) else whole[:, self._first_digit :][:, : self.num_digits]
+        if (whole.shape[1], local.shape[1]) != (self._whole.row_shape[0], self.num_digits):
+            raise UserError(
+                f"size mismatch for {name}: it has {whole.shape[1]} leading slices, {local.shape[1]} of them here, and the table "
+                f"{self._whole.row_shape[0]} and {self.num_digits}: load states of other processes by torch.distributed.checkpoint"
+            )
+        return F.pad(local, (0, 0, 0, 0, 0, self.core_0.shape[1] - local.shape[1]))
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}core_0"] = self.as_whole(destination[f"{prefix}core_0"])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        if isinstance(core := state_dict.get(f"{prefix}core_0"), DTensor):
-            state_dict = {**state_dict, f"{prefix}core_0": padded_to(core, (1, self.shape.row_shape[0]))}
+        core = state_dict.get(f"{prefix}core_0")
+        if isinstance(core, DTensor) or (isinstance(core, Tensor) and core.shape[1:2] == self._whole.row_shape[:1]):
+            state_dict = {**state_dict, f"{prefix}core_0": self.part_of(core, f"{prefix}core_0")}
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     @property
