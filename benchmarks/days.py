@@ -19,6 +19,7 @@ from benchmarks.harness.environment import comera
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Given
+from data_pipeline.errors import UserError
 from data_pipeline.synth import SynthOptions, synth
 
 CONTINUED, ANEW, FIRST = "continued", "anew", "first day's"
@@ -28,6 +29,8 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     """Train and evaluate day after day."""
     size = {"rows": 400, "scale": 0.001, "batch": 64} if settings.quick else {"rows": 400_000, "scale": 0.2, "batch": 1024}
     cases = [Given(values={"day": day, **size}) for day in range(1, 3 if settings.quick else 6)]
+    if settings.only:
+        raise UserError("--only leaves out days, on which later ones depend: leave it out")
     with tempfile.TemporaryDirectory(dir=settings.data) as name:
         folder = Path(name)
         logs = list(_logs(folder, size, len(cases) + 1))

@@ -118,8 +118,8 @@ PROVIDERS: dict[str, Callable[[Path, Path], None]] = {
 
 def main(name: str, output: str, log: str) -> None:
     """Run one provider and print its ms, CPU ms and peak MiB; no provider starts further processes."""
-    if name == "torchrec":  # imported before the clock starts, and only here, because it takes memory
-        importlib.import_module("torchrec.datasets.criteo")
+    if module := {"torchrec": "torchrec.datasets.criteo", "duckdb": "duckdb"}.get(name):
+        importlib.import_module(module)  # before the clock starts, and only here, because it takes memory
     start, cpu = time.perf_counter(), time.process_time()
     PROVIDERS[name](Path(log), Path(output))
     ms, cpu_ms = 1000 * (time.perf_counter() - start), 1000 * (time.process_time() - cpu)

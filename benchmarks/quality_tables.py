@@ -121,7 +121,7 @@ def quality_of_rounded() -> str:
     lines = {DATA_SETS[data]: [_dense(data, "vectors"), *of_data] for data, of_data in rounded.items()}
     sizes = [of[0].counted["dense_bytes"] / of[0].counted["bytes"] for of in rounded[FEEDBACK[-1]]]
     header = ["NE, AUC", "float32", *(f"{bits} bits, {size:.1f}x" for bits, size in zip(BITS.values(), sizes, strict=True))]
-    command = "quality --data DATA --only order=similarity,start=vectors,method=dense int4"
+    command = "quality --data DATA --only 'order=similarity,start=vectors,method=dense int4'"
     return _grid(header, {"": lines}) + _sources(EPYC_AVX512, command=command)
 
 

@@ -1,6 +1,7 @@
 """Run benchmarks: `python -m benchmarks.run NAME [--quick] [--json FILE]`."""
 
 import importlib
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ BENCHMARKS = {
     "quality": ("quality.runs:run", "predictions of models whose tables take equal bytes; resumes"),
 }
 RESUMABLE = ("quality", "dlrm", "preprocess")
+ON_GPU = ("lookup", "linear", "transformer", "gpu-dlrm")
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -73,8 +75,11 @@ def run(
         raise click.UsageError("--save keeps results of full runs: drop --quick and --only, or write the rows with --json")
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
         raise UserError(f"--device is {device!r}: choose cpu, or cuda where torch sees a GPU")
+    if device != "cpu" and name not in ON_GPU:
+        raise UserError(f"{name} measures on CPUs: choose --device cpu, or one of {', '.join(ON_GPU)}")
     if threads is not None:
         torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of child processes
     plan = Plan(warmup=1, min_rounds=5, max_rounds=5) if quick else Plan()
     if seconds is not None:
         plan = Plan(warmup=plan.warmup, min_rounds=plan.min_rounds, max_rounds=1_000_000, seconds=seconds)

@@ -156,6 +156,8 @@ def read_tsv(path: str) -> tuple[list[tuple[str, str | None]], list[str]]:
         if "label" not in (rows.fieldnames or ()) or len(columns) not in (1, 2):
             raise UserError(f"{path} has columns {rows.fieldnames}: the first line must name `label` and one or two `sentence...`")
         examples = list(rows)
+    if not examples:
+        raise UserError(f"{path} has no line below the names of its columns: give some")
     for number, example in enumerate(examples, start=2):
         if None in example or None in example.values():
             raise UserError(f"{path}:{number} and the first line have different numbers of columns")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import comera_rec as cr
 from comera_rec.nn import EMBEDDING_STD, TransformerConfig, TransformerEncoder, dense_embedding
 from comera_rec.rank import rank_param_groups
 from comera_rec.training.config import LinearsConfig
+from comera_rec.training.log import off_target
 from data_pipeline.errors import UserError
 
 Batch = TypeVar("Batch")
@@ -87,6 +89,8 @@ def compress_layers_(model: nn.Module, linears: LinearsConfig) -> None:
 def _embeddings(tokens: EmbeddingSettings) -> Callable[[int, int], nn.Embedding | cr.TTEmbedding]:
     if tokens.format == "dense":
         return dense_embedding
+    if bool(tokens.row_shape) != bool(tokens.col_shape):
+        raise UserError("tokens has one of row_shape and col_shape: give both, or none")
     if tokens.row_shape and tokens.col_shape:
         return partial(cr.TTEmbedding, shape=cr.TTShape(tokens.row_shape, tokens.col_shape, tokens.tt_ranks), std=EMBEDDING_STD)
     return partial(cr.TTEmbedding, tt_ranks=tokens.tt_ranks, std=EMBEDDING_STD)
@@ -152,6 +156,8 @@ def fit(
             raise UserError(f"the loss is {losses[-1]} at step {step}: lower training.lr_cores and training.lr_dense")
         progress.set_postfix(loss=f"{np.mean(losses[-50:]):.3f}")
     model.eval()
+    if scheduler is not None and (reason := off_target(scheduler)):
+        tqdm.write(reason, file=sys.stderr)
     cpu_seconds = time.process_time() - cpu_seconds
     step_ms = np.concatenate(list(milliseconds.values()))
     return {

@@ -108,16 +108,16 @@ class Histories:
             ValueError: if the file doesn't exist or isn't in this format.
         """
         try:
-            pairs = pd.read_csv(path, sep=r"\s+", header=None, names=["user", "item"], dtype={"user": str, "item": str})
+            pairs = pd.read_csv(path, sep=r"\s+", header=None, names=["user", "item", "more"], dtype=str, index_col=False)
         except (OSError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
             raise UserError(f"data.path {path} can't be read ({str(error).strip()}): give lines `user item`") from error
-        if pairs.isna().any().any():
-            raise UserError(f"data.path {path} has a line with fewer than two values: give lines `user item`")
+        if pairs["item"].isna().any() or pairs["more"].notna().any():
+            raise UserError(f"data.path {path} has a line with fewer or more than two values: give lines `user item`")
         order = pairs["item"].value_counts().index
         items = pd.Series(np.arange(1, len(order) + 1), index=order)[pairs["item"]].to_numpy()
         by_user = [items[rows] for rows in pairs.groupby("user", sort=False).indices.values() if len(rows) >= SHORTEST]
-        if not by_user:
-            raise UserError(f"data.path {path} has no user with {SHORTEST} or more interactions: give longer histories")
+        if max(map(len, by_user), default=0) <= SHORTEST:
+            raise UserError(f"data.path {path} has no user with more than {SHORTEST} interactions: give longer histories")
         return cls(by_user, len(order))
 
     def batches(self, batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -94,7 +94,7 @@ def pretrain(config: str, overrides: tuple[str, ...]) -> None:
 
     \b
     Example:
-      python -m examples.pretrain_code output=runs/code training.steps=500
+      python -m examples.pretrain_code output=runs/code
     """
     settings = load_settings(Settings, config, overrides)
     functions = read_functions(settings)

@@ -65,7 +65,7 @@ def each_case(op: str, cases: Iterable[AnyCase], settings: Settings) -> Iterator
     Yields:
         A case, and `case_rows` without its first three arguments.
     """
-    finished = [row.shapes for row in settings.finished if row.op == op]
+    finished = [row.shapes for row in settings.finished if (row.op, row.seed) == (op, settings.seed)]
     left = [case for case in chosen(cases, settings.only) if case.shapes() not in finished]
     for case in tqdm(left, desc=op, unit="case", disable=None):
         yield case, partial(case_rows, op, case, settings)

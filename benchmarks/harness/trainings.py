@@ -13,6 +13,7 @@ from tqdm import tqdm
 from benchmarks.harness.measure import Settings, case_rows
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Given
+from data_pipeline.errors import UserError
 
 SEEDS = 3
 
@@ -42,6 +43,9 @@ def train_all(
         dtype: type of the weights.
         more_rates: ascending; while a case's best rate is the lowest or highest one tried, its neighbor here is tried too.
     """
+    known = {"order", "start", "teacher", "dtype", *(name for sizes, _ in cases for name in sizes)}
+    if unknown := settings.only.keys() - known:
+        raise UserError(f"--only names {min(unknown)!r}, which is no size: choose from {', '.join(sorted(known))}")
     cases = [case for case in cases if _is_selected(case[0], settings.only)]
     plan = [(*case, seed) for seed in range(1 if settings.quick else SEEDS) for case in cases]
     for sizes, rates, more in tqdm(plan, desc=op, unit="case", disable=None):

@@ -39,6 +39,7 @@ def main() -> None:
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=[name]) for name, rows in ROWS.items()
     ]
     tables = EmbeddingBagCollection(configs, device=meta)
+    size = sum(parameter.numel() for parameter in tables.parameters())
     model = DLRMTrain(DLRM(tables, DENSE, dense_arch_layer_sizes=[128, DIM], over_arch_layer_sizes=[128, 1], dense_device=device))
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -59,9 +60,8 @@ def main() -> None:
             dist.all_reduce(loss)
             if dist.get_rank() == 0:
                 print(f"step {step}: loss {loss.item() / dist.get_world_size():.4f}")
-    sizes = [value.size().numel() for name, value in model.state_dict().items() if ".sparse_arch." in name]
     if dist.get_rank() == 0:
-        print(f"tables: {sum(sizes):,} parameters")
+        print(f"tables: {size:,} parameters")
     dist.destroy_process_group()
 
 

@@ -144,7 +144,6 @@ def test_what_is_frozen_or_in_a_list_stays_dense(caplog: pytest.LogCaptureFixtur
         "it is frozen, and random values would never learn: give init='tt_svd', or freeze it afterwards",
         "it has fewer than 100 rows",
         "it has fewer than 100 rows",
-        "it has fewer than 100 rows",
     ]
     assert (list(model.sparse.tt_bags), list(model.towers["right"][0].tt_bags)) == (["t_item"], ["t_user"])
     model = Nested()

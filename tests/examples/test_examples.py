@@ -127,8 +127,8 @@ def test_batches_of_fewer_users_than_wanted(batch: int, rows: list[int]) -> None
         (pretrain, {}, "data.masked=0", "data.masked is 0.0: give a fraction between 0 and 1"),
         (pretrain, {}, 'data.packages=["this.py"]', "has only 0 functions: name more packages"),
         (recommend, {}, PATH, "can't be read"),
-        (recommend, {"log.txt": "1 2\n3\n"}, PATH, "with fewer than two values"),
-        (recommend, {"log.txt": "1 2\n1 3\n"}, PATH, "no user with 3 or more"),
+        (recommend, {"log.txt": "1 2\n3\n"}, PATH, "with fewer or more than two values"),
+        (recommend, {"log.txt": "1 2\n1 3\n"}, PATH, "no user with more than 3"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(
