@@ -88,7 +88,7 @@ def export(context: click.Context, run: Path, output: Path, **options: Any) -> N
     MODEL.weights has the weights alone, for the code of MODEL.pt2 beside it, to which the server applies them.
     MODEL.onnx takes and returns the same, in onnxruntime.
     DIR/model.pt is the state dict of the dense model, such as TorchRec's DLRM over an EmbeddingBagCollection; DIR/model.json has
-    its tables and the sizes of hidden layers. Keys of model.pt have tables' names percent-encoded where torch
+    its tables, labels and the sizes of hidden layers. Keys of model.pt have tables' names percent-encoded where torch
     refuses them: `a.b` is `a%2Eb`.
 
     \b
@@ -116,8 +116,8 @@ def _export_dense(run: Path, output: Path, *, last: bool) -> None:
         raise UserError(f"{output} exists: give a new folder, or the name of a package, which ends in .pt2")
     model, config, schema = load_run(run, last=last)
     dense = export_dense(model)
-    description = {"model": config.to_dict()["model"], "tables": schema.sparse, "dense_features": list(schema.dense)}
-    description["labels"] = list(schema.labels)
+    features = {"tables": schema.sparse, "dense_features": list(schema.dense), "labels": list(schema.labels)}
+    description = {"model": config.to_dict()["model"], **features}
     try:
         with folder_beside(output) as folder:
             torch.save(dense.state_dict(), folder / "model.pt")

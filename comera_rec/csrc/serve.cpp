@@ -88,7 +88,7 @@ Tensor served_bags(
   require_plain(storage, "storage", ScalarType::Byte, "uint8");
   require_plain(layout, "layout", ScalarType::Long, "int64");
   require_plain(slabs, "slabs", ScalarType::Long, "int64");
-  require_plain(values, "values", ScalarType::Long, "int64");
+  values = contiguous(values, "values", ScalarType::Long, "int64");
   require_plain(lengths, "lengths", ScalarType::Long, "int64");
   require(layout.dim() == 2 && layout.size(1) == kFeatureNumbers && slabs.dim() == 2 && slabs.size(1) == kSlabNumbers, "layout has shape ",
           shape_of(layout), " and slabs ", shape_of(slabs), ": give (F, ", kFeatureNumbers, ") and (S, ", kSlabNumbers, ")");
@@ -97,7 +97,7 @@ Tensor served_bags(
   require(F > 0 && (counts ? counts->numel() == F : bags == F * B), "lengths holds ", bags, " numbers for ", F,
           " features: give as many for each, or counts for all");
   if (counts) require_plain(*counts, "counts", ScalarType::Long, "int64");
-  if (weights) require_plain(*weights, "weights", ScalarType::Float, "float32");
+  if (weights) weights = contiguous(*weights, "weights", ScalarType::Float, "float32");
   require(!weights || weights->numel() == V, "weights don't hold ", V, " numbers: give one for each value");
   const int64_t *records = static_cast<const int64_t*>(layout.data_ptr()), *lengths_at = static_cast<const int64_t*>(lengths.data_ptr()),
                 *values_at = static_cast<const int64_t*>(values.data_ptr()), *slabs_at = static_cast<const int64_t*>(slabs.data_ptr());
@@ -116,7 +116,7 @@ Tensor served_bags(
   int64_t total = 0, bag = 0;
   for (int64_t f = 0; f < F; ++f) {
     const int64_t first = bag, count = counts_at ? counts_at[f] : B;
-    require(count >= 0 && count <= bags - first, "counts are below 0 or add up to more than the ", bags, " lengths");
+    require(count >= 0 && count <= bags - first, "counts, or lengths by feature, are below 0 or add up to more than ", bags);
     for (; bag < first + count; ++bag) {
       if ((bag - first) % kBagsOfATask == 0) tasks.push_back({f, bag, std::min(kBagsOfATask, first + count - bag), total});
       require(lengths_at[bag] >= 0 && lengths_at[bag] <= V - total, "lengths are below 0 or add up to more than the ", V, " values");

@@ -16,22 +16,22 @@ FilterFn = Callable[[nn.Module, str], bool]
 def parameter_owners(model: nn.Module, whole: Collection[nn.Module] = ()) -> dict[Tensor, list[tuple[str, nn.Module]]]:
     """Map each parameter to the (fully qualified name, module) of every module that registers it.
 
-    Modules that hold it in a container of Python are among them, by the container's name: the parameter itself, its module, or one
-    around that in which nothing is replaced.
+    Modules that hold it in an attribute that registers nothing, or a container of Python, are among them, by the attribute's name:
+    the parameter itself, its module, or one around that in which nothing is replaced.
 
     Args:
         whole: modules that are replaced with all that is in them.
     """
     owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     parents = set(model.modules()) - {part for module in whole for part in module.modules()}
-    found: dict[int, list[Tensor]] = {}  # by container
+    found: dict[int, list[Tensor]] = {}  # by attribute
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append((name or "the model", module))
         for attribute, value in vars(module).items():
-            if attribute not in _REGISTERED and isinstance(value, _CONTAINERS):
+            if attribute not in _REGISTERED and isinstance(value, (*_CONTAINERS, nn.Module, Tensor)):
                 if id(value) not in found:
-                    found[id(value)] = list(_held(value, parents))
+                    found[id(value)] = list(_held((value,), parents))
                 for parameter in found[id(value)]:
                     owners.setdefault(parameter, []).append((f"{name}.{attribute}".lstrip("."), module))
     return owners
@@ -52,8 +52,9 @@ def _held(container: Any, parents: Collection[nn.Module]) -> Iterator[Tensor]:
         seen.add(id(container))
         values = (*container, *container.values()) if isinstance(container, dict) else container
         for value in [value for value in values if type(value) not in _PLAIN]:  # a vocabulary is passed over quickly
-            if issubclass(type(value), nn.Parameter):  # isinstance would ask what a dead weak reference is for
-                yield value
+            if issubclass(type(value), Tensor):  # isinstance would ask what a dead weak reference is for
+                if isinstance(value, nn.Parameter):
+                    yield value
             elif issubclass(type(value), nn.Module):
                 yield from value.parameters(recurse=value not in parents)
             elif issubclass(type(value), _CONTAINERS):

@@ -64,7 +64,8 @@ def test_the_operator_equals_its_definition(shape: tuple, dtype: torch.dtype, me
     values, lengths = request_of(tables, 9)
     for counts in (None, torch.tensor([0, 20, 6])):
         for weights in (None, torch.randn(len(values))):
-            given = values % 19 if counts is not None else values, lengths, columns
+            strided = torch.stack([values % 19 if counts is not None else values] * 2, dim=1)[:, 0]
+            given = strided, lengths, columns
             actual, expected = (of(packed, *given, counts=counts, weights=weights) for of in (served_bags, reference))
             torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=1e-4)
 
@@ -122,7 +123,15 @@ def test_bad_requests(packed: Packed) -> None:
         refuse(message, served_bags, packed, torch.tensor(values), torch.tensor(lengths), 64)
     ones = torch.ones(4).long()
     for counts in ([3, 2], [-1, 2]):
-        refuse("counts are below 0 or add up to more than the 4", served_bags, packed, ones, ones, 64, counts=torch.tensor(counts))
+        refuse(
+            "counts, or lengths by feature, are below 0 or add up to more than 4",
+            served_bags,
+            packed,
+            ones,
+            ones,
+            64,
+            counts=torch.tensor(counts),
+        )
     refuse("weights don't hold 4 numbers: give one for each value", served_bags, packed, ones, ones, 64, weights=torch.ones(3))
 
 

@@ -148,5 +148,5 @@ def test_memory_besides_the_matrix_is_that_of_blocks() -> None:
     memory = PeakMemory(torch.device("cpu"))
     with patch.multiple(svd, _WHOLE_LIMIT=1 << 20, _BLOCK=1 << 18):
         tt_svd(weight, shape)
-    # The matrix takes 73 MiB. Blocks and libraries take 30 to 80 MiB, however large it is; copies would take 300.
-    assert memory.highest < 150
+    # The matrix takes 73 MiB. Blocks and libraries take 30 to 90 MiB, however large it is; copies would take 300.
+    assert memory.highest < 200
