@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 import numpy as np
@@ -108,7 +108,8 @@ class Histories:
             ValueError: if the file doesn't exist or isn't in this format.
         """
         try:
-            pairs = pd.read_csv(path, sep=r"\s+", header=None, names=["user", "item", "more"], dtype=str, index_col=False)
+            texts: Any = {"dtype": str, "keep_default_na": False, "na_values": [""]}  # a user may be named NA
+            pairs = pd.read_csv(path, sep=r"\s+", header=None, names=["user", "item", "more"], index_col=False, **texts)
         except (OSError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
             raise UserError(f"data.path {path} can't be read ({str(error).strip()}): give lines `user item`") from error
         if pairs["item"].isna().any() or pairs["more"].notna().any():

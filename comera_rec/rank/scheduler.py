@@ -301,8 +301,10 @@ class RankScheduler:
         return round(self.target / self.reference_size * self.reference_params)
 
     def record_sizes(self) -> None:
-        """Add the present sizes to `history`, where tables have grown since a state was saved."""
+        """Add the present sizes to `history`, where tables have grown since a state was saved; a target reached grows, too."""
         self._record(self._summaries())
+        if self.stage == "done" and self.target is not None:
+            self.target = max(self.target, self._size())
 
     def _record(self, summaries: dict[str, ModuleSummary]) -> None:
         self.history.append(

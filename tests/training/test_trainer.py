@@ -209,7 +209,9 @@ def trained(config_file: Path, data: Path, output: Path, *options: object) -> Pa
 
 
 @pytest.mark.parametrize(("optimizer", "numbers"), [("adagrad", (1, 2, 3)), ("adam", (1, 3))])
-def test_later_days(optimizer: str, numbers: tuple[int, ...], days: Path, config_file: Path, tmp_path: Path) -> None:
+def test_later_days(
+    optimizer: str, numbers: tuple[int, ...], days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In turn, or with a day left out; other batches and seeds are allowed."""
     options = [*RANKS, f"optimizer.name={optimizer}", "tables.hot_rows=0.2", 'tables.dense_tables=["C26"]']
     run = trained(config_file, days / "day_1", tmp_path / "run_1", *options)
@@ -239,6 +241,7 @@ def test_later_days(optimizer: str, numbers: tuple[int, ...], days: Path, config
         kinds |= {"dense"} if known.sparse["C26"] < schema.sparse["C26"] else set()
         parameters = (each for _, module in named_tt_modules(new) for each in (*module.cores(), *module.rank_parameters()))
         assert lines(later, "ranks")[0]["params"] == sum(each.numel() for each in parameters)
+        assert "above their target" not in capsys.readouterr().err, "it was reached before tables grew"
         assert trained(config_file, data, output, *changed) == later  # a finished run is left alone
         run = later
     assert kinds == {"slices", "room", "dense"} or optimizer == "adam"

@@ -199,7 +199,8 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             if self.dense_bags is not None:
                 ctx.dense, keys = self.dense_bags.create_context(), list(features.keys())
                 self._keys_of_batches = self._keys_of_batches or keys
-                if keys != self._keys_of_batches:  # which TorchRec takes to be in the order of the first batch
+                is_turned = keys != self._keys_of_batches and sorted(keys) == sorted(self._keys_of_batches)
+                if is_turned and features.inverse_indices_or_none() is None:  # TorchRec takes them to be in the first batch's order
                     features = features.permute([keys.index(key) for key in self._keys_of_batches])
                 request = self.dense_bags.input_dist(ctx.dense, features)
                 ctx.sharding_contexts += ctx.dense.sharding_contexts

@@ -206,6 +206,10 @@ def load_optimizer_state_(model: nn.Module, optimizer: Optimizer, state: Mapping
         if f"{name}/{key}" not in state:
             raise UserError(f"the state lacks {key!r} of {name!r}: give what optimizer_state returns for this model and optimizer")
         value = state[f"{name}/{key}"]
+        if isinstance(value, DTensor) and parameter not in shards:
+            raise UserError(
+                f"{key!r} of {name!r} is divided over processes, and the table isn't: load it into one sharded as it was"
+            )
         if isinstance(value, DTensor):  # in the core's layout, which fused optimizers take for granted
             value = torch.empty_like(parameter).copy_(shards[parameter].part_of(value, f"{key!r} of {name!r}"))
         target[key] = value

@@ -193,10 +193,14 @@ class Part(nn.Module):
 
 def _share_order_(bag: TTEmbeddingBag, group: dist.ProcessGroup, device: torch.device) -> None:
     """Give a table the row order that process 0 has, or none."""
-    rows = bag.dense_params // bag.num_cols
-    order = torch.full((rows,), -1, dtype=torch.int32, device=device) if bag.row_order is None else bag.row_order.to(device)
-    dist.broadcast(order, group=group, group_src=0)
-    bag.row_order = order if rows and int(order[0]) >= 0 else None
+    has_order = torch.tensor(bag.row_order is not None, dtype=torch.int32, device=device)
+    dist.broadcast(has_order, group=group, group_src=0)
+    order = bag.row_order
+    if has_order:
+        rows = bag.dense_params // bag.num_cols
+        order = torch.empty(rows, dtype=torch.int32, device=device) if order is None else order.to(device)
+        dist.broadcast(order, group=group, group_src=0)
+    bag.row_order = order if has_order else None
 
 
 def data_parallel(configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], placement: Placement) -> Part:
