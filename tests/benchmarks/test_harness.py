@@ -10,7 +10,7 @@ from refusals import refuse
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.measure import Settings, chosen, measure_case
-from benchmarks.harness.rows import read_rows
+from benchmarks.harness.rows import read_rows, writing_rows
 from benchmarks.harness.timing import Plan
 from benchmarks.linear import LinearCase
 from benchmarks.lookup.tables import FBGEMM, ON_CPU, OURS, TT, LookupCase, LookupWorkload
@@ -21,6 +21,13 @@ SMALL_LINEAR = LinearCase(batch=6, in_features=17, out_features=12, rank=3)
 FAST = ("linear", "transformer")
 FEW = Settings(plan=Plan(warmup=1, min_rounds=2, max_rounds=2), memory=False)
 SMALL = LookupCase(rows=(1009, 53), dim=8, order=3, rank=4, batch=16, bag=3, providers=(*ON_CPU, TT))
+
+
+def test_a_failed_run_leaves_rows_alone(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("rows of another run\n")
+    with pytest.raises(RuntimeError, match="on the way"), writing_rows(tmp_path / "rows.jsonl"):
+        raise RuntimeError("on the way")
+    assert (tmp_path / "rows.jsonl").read_text() == "rows of another run\n"
 
 
 def test_wrong_values_do_not_pass() -> None:

@@ -78,18 +78,8 @@ def test_nobody_needs_to_read_standard_error(log: Path, tmp_path: Path) -> None:
         file.write("not a row\n")
     reader, writer = os.pipe()
     os.close(reader)
-    program = [
-        sys.executable,
-        "-m",
-        "comera_rec",
-        "preprocess",
-        "--input",
-        log,
-        "--output",
-        tmp_path / "data",
-        "--part-size",
-        "10KiB",
-    ]
+    command = f"-m comera_rec preprocess --input {log} --output {tmp_path / 'data'} --part-size 10KiB"
+    program = [sys.executable, *command.split()]
     closed = subprocess.run([*program, "--workers", "1"], preexec_fn=lambda: os.close(2))
     assert closed.returncode == 2
     assert subprocess.run([*program, "--max-bad-rows", "1"], stderr=writer).returncode == 0
