@@ -5,8 +5,6 @@ They don't exchange data: a part's results are files in the work folder and a fe
 one repeats its part. A run begun on threads can be resumed on a cluster, and vice versa.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor

@@ -6,8 +6,6 @@ decompressed from its beginning once per pass, and parts that are already done a
 groups that together fill a part, or a range of rows of a larger group; this division depends only on the log's metadata.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import itertools

@@ -3,8 +3,6 @@
 Threads suffice because all slow work runs outside Python's lock: decompressing, parsing, sorting, encoding, compressing.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
@@ -46,7 +44,7 @@ class PartRecord:
     reasons: tuple[tuple[int, str], ...] = ()
 
     @classmethod
-    def of(cls, part: Part, parsed: Parsed) -> PartRecord:
+    def of(cls, part: Part, parsed: Parsed) -> "PartRecord":
         """Return the record of a parsed part."""
         counts = {name: getattr(parsed, name) for name in ("lines", "rows", "rejected", "reasons")}
         return PartRecord(log=part.log, number=part.number, last=part.last, **counts)

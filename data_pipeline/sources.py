@@ -1,7 +1,5 @@
 """Locations of logs and data sets: local files, or any URL that fsspec reads, such as s3://, gs://, https:// and memory://."""
 
-from __future__ import annotations
-
 import glob
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -132,7 +130,7 @@ class _Remote:
         with errors_of(self._log):
             return method(*arguments)
 
-    def __enter__(self) -> _Remote:
+    def __enter__(self) -> "_Remote":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -21,7 +21,7 @@ from data_pipeline.cells import parse_table
 from data_pipeline.parse import REASONS_KEPT, Parsed
 from data_pipeline.schema import Column, LogSchema
 
-Layout: TypeAlias = "tuple[str, ...] | pa.Schema"
+Layout: TypeAlias = tuple[str, ...] | pa.Schema
 """Column names in the order of a line, or the types of JSON's columns by name."""
 
 _PIECE_BYTES = 1 << 21  # of text; Arrow takes many times as much to read it

@@ -11,8 +11,6 @@ Vocabularies can be extended by new values. Known values keep their ids and coun
 meaning; new values are appended by falling count in the new training rows, equal counts by value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -141,7 +139,7 @@ def _without_id(values: Iterable[Counted], id_source: IdSource) -> Iterator[Coun
 @contextmanager
 def ranked(
     name: str, values: Iterable[Counted], *, key_dtype: np.dtype, min_count: int, work: Path
-) -> Iterator[tuple[_Values, int]]:
+) -> Iterator[tuple["_Values", int]]:
     """Yield a column's frequent values in the order of their ids, which stay on disk until the block ends, and the number of all.
 
     Args:

@@ -3,8 +3,6 @@
 B rows, L labels, I integer columns, C categorical columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,12 +34,12 @@ class Batch(Pipelineable):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """Return the batch on a device: itself if it is there already."""
         device = torch.device(device)
         return self if self.dense.device == device else self._with_tensors(lambda part: part.to(device, non_blocking=non_blocking))
 
-    def padded(self, rows: int) -> Batch:
+    def padded(self, rows: int) -> "Batch":
         """Return the batch padded to a number of rows; added rows have zeros, no ids, label 0 and weight 0."""
         missing = rows - len(self)
         if not missing:
@@ -54,10 +52,10 @@ class Batch(Pipelineable):
             weights=None if self.weights is None else F.pad(self.weights, (0, missing)),
         )
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> "Batch":
         return self._with_tensors(lambda part: part.pin_memory())
 
-    def _with_tensors(self, change: Callable[[Any], Any]) -> Batch:
+    def _with_tensors(self, change: Callable[[Any], Any]) -> "Batch":
         """Return the batch with every tensor changed; lengths and offsets of one id per row, which all batches share, are found."""
         sparse, weights = self.sparse, None if self.weights is None else change(self.weights)
         if has_one_per_row(sparse):

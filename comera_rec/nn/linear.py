@@ -3,8 +3,6 @@
 Shapes: B rows of the input, I in_features, O out_features, r the rank of the bond between input and output modes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,7 +83,7 @@ class TTLinear(TTModule):
             self._shapes = [shape]
         self._shapes[0] = shape
 
-    def tie_weight_(self, other: TTLinear) -> None:
+    def tie_weight_(self, other: "TTLinear") -> None:
         """Share the cores and rank parameters of another layer of the same shape, even when their ranks change."""
         assert self.shape == other.shape
         for name, parameter in other.named_parameters(recurse=False):
@@ -131,7 +129,7 @@ class TTLinear(TTModule):
     @classmethod
     def from_dense(
         cls, module: nn.Linear, *, shape: TTShape | None = None, tt_ranks: int | Sequence[int] | None = None, rtol: float = 0.0
-    ) -> TTLinear:
+    ) -> "TTLinear":
         """Return the TT-SVD of a dense linear layer with a copy of its bias; see `comera_rec.tt.tt_svd`."""
         layer = cls.like(module, shape=shape, tt_ranks=tt_ranks)
         layer.set_dense_matrix_(module.weight.detach().mT, rtol=rtol)
@@ -140,7 +138,7 @@ class TTLinear(TTModule):
         return layer
 
     @classmethod
-    def like(cls, module: nn.Linear, **sizes: Any) -> TTLinear:
+    def like(cls, module: nn.Linear, **sizes: Any) -> "TTLinear":
         """Return a random layer of a dense layer's features, standard deviation, device and dtype; `sizes`: shape or tt_ranks."""
         weight: Tensor = module.weight
         has_bias, std = module.bias is not None, std_of(weight)

@@ -1,7 +1,5 @@
 """Which linear layers of a model become TT layers, and those layers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +56,7 @@ class LinearCompression:
             raise UserError(f"policy is {self.policy!r}: choose 'auto' or 'always'")
         require_positive(batch=self.batch)
 
-    def decide(self, in_features: int, out_features: int) -> LinearDecision:
+    def decide(self, in_features: int, out_features: int) -> "LinearDecision":
         """Decide whether a layer of this size is compressed, with the reason."""
         if min(in_features, out_features) < self.min_features:
             return LinearDecision(None, f"stays dense: fewer than {self.min_features} features on one side")

@@ -1,7 +1,5 @@
 """The base of all TT modules: cores and rank parameters, their initialization, and changes of rank."""
 
-from __future__ import annotations
-
 import math
 import sys
 import warnings
@@ -79,7 +77,7 @@ class TTModule(nn.Module):
     # `torch.ao.quantization`, on which TorchRec's is based, sets and deletes it on every module.
     qconfig = property(lambda self: None, _stay_unquantized, lambda self: None)
 
-    def __prepare_scriptable__(self) -> TTModule:
+    def __prepare_scriptable__(self) -> "TTModule":
         """Raise ValueError: `torch.jit.script` calls this for every module of a model."""
         raise UserError(
             "TT modules can't be compiled by torch.jit.script: use torch.export or torch.compile, or script export_dense's model"

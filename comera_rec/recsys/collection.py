@@ -3,8 +3,6 @@
 B batch size, F features (keys), L_f ids of feature f in a batch, N_f embedding_dim of its table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Any, Self
 
@@ -186,7 +184,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             parts |= zip(lookup.keys, pooled.split([num_bags[name] for name in lookup.features]), strict=True)
         return [parts[key] for key in self._tt_keys]
 
-    def _can_share_bags(self, lookups: Sequence[_Lookup], features: KeyedJaggedTensor) -> bool:
+    def _can_share_bags(self, lookups: Sequence["_Lookup"], features: KeyedJaggedTensor) -> bool:
         """Whether all lookups can write into one tensor: bags of one width and number, by CPU operators, outside of tracers."""
         return (
             self.is_pooled
@@ -200,7 +198,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             and not in_plain_torch()
         )
 
-    def _shared_bags(self, lookups: Sequence[_Lookup], batch: FeatureBatch) -> Tensor:
+    def _shared_bags(self, lookups: Sequence["_Lookup"], batch: FeatureBatch) -> Tensor:
         """Pool all features, [B, sum of N_f]: TT tables write their bags where they belong, dense ones are copied there."""
         bags = None
         for lookup in lookups:
@@ -227,7 +225,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             for feature in config.feature_names:
                 check_ids(batch.ids[feature], config.num_embeddings, f"table {config.name!r} (feature {feature!r})")
 
-    def _lookups(self) -> Sequence[_Lookup]:
+    def _lookups(self) -> Sequence["_Lookup"]:
         """Group tables that differ only in row modes and ranks, which share a lookup; on GPUs only those of similar ranks do."""
         modules: Any = self.tt_bags._modules  # faster than by name
         parameters = [each for table in modules.values() for each in table.lookup_parameters()]
@@ -241,7 +239,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             lookups = self._kept_lookups.get(parameters, self._make_lookups)
         return lookups
 
-    def _make_lookups(self) -> list[_Lookup]:
+    def _make_lookups(self) -> list["_Lookup"]:
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
         tables = [self.tt_bag(config.name) for config in self._tt_configs]
         cores = [table.core_0 for table in tables]
@@ -251,7 +249,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         modules = [[self.tt_bag(config.name) for config in configs] for configs in groups.values()]
         return [_Lookup(*group, self._keys_of(group[0])) for group in zip(groups.values(), modules, strict=True)]
 
-    def _plan(self, lookup: _Lookup, batch: FeatureBatch) -> LookupPlan | PairPlan:
+    def _plan(self, lookup: "_Lookup", batch: FeatureBatch) -> LookupPlan | PairPlan:
         features = batch.features
         if (
             lookup.takes_pairs
@@ -265,7 +263,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         of_tables = [[batch.ids[feature] for feature in config.feature_names] for config in lookup.configs]
         return plan_tables(of_tables, lookup.modules, lookup.messages)
 
-    def _look_up(self, lookup: _Lookup, batch: FeatureBatch, slots: Slots | None = None, *, in_one_batch: bool = True) -> Tensor:
+    def _look_up(self, lookup: "_Lookup", batch: FeatureBatch, slots: Slots | None = None, *, in_one_batch: bool = True) -> Tensor:
         """Pool a lookup's F features, [B, F * N] or into slots; if not `is_pooled`, look up their rows, [sum of L_f, N].
 
         If not `in_one_batch`, feature f has B_f bags: [sum of B_f, N].

@@ -1,7 +1,5 @@
 """Table configs: TorchRec's, plus TT ranks and hot rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -115,7 +113,7 @@ class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
 
     _plain = EmbeddingBagConfig
 
-    def with_changes(self, **changes: Any) -> TTEmbeddingBagConfig:
+    def with_changes(self, **changes: Any) -> "TTEmbeddingBagConfig":
         """Return a copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
 

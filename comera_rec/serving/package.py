@@ -8,8 +8,6 @@ MODEL.weights is an archive of the same kind: other weights for the code of one 
 B rows of a request, K keys of a KeyedJaggedTensor, V ids.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -55,7 +53,7 @@ class TensorInput:
     shape: tuple[int, ...]
 
     @property
-    def tensors(self) -> tuple[TensorInput, ...]:
+    def tensors(self) -> tuple["TensorInput", ...]:
         return (self,)
 
 
@@ -180,7 +178,7 @@ def seal(path: Path, metadata: ModelMetadata) -> None:
         archive.comment = _checksum(archive)
 
 
-def write_weights(path: Path, metadata: ModelMetadata, weights: Mapping[str, Tensor], package: ServingModel) -> ModelMetadata:
+def write_weights(path: Path, metadata: ModelMetadata, weights: Mapping[str, Tensor], package: "ServingModel") -> ModelMetadata:
     """Write MODEL.weights without its metadata, which is returned, and load the weights into the package.
 
     Raises:

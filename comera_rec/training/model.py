@@ -3,8 +3,6 @@
 B batch size, L labels.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -50,7 +48,7 @@ class Schema:
     scalings: dict[str, float | tuple[float, float] | None] = field(default_factory=dict)
 
     @classmethod
-    def from_manifest(cls, manifest: Manifest) -> Schema:
+    def from_manifest(cls, manifest: Manifest) -> "Schema":
         """Return the schema of a preprocessed data set."""
         return cls(
             dense=tuple(column.name for column in manifest.integer_columns),
@@ -64,7 +62,7 @@ class Schema:
             scalings={column.name: column.scaling for column in manifest.integer_columns},
         )
 
-    def differences(self, other: Schema) -> list[str]:
+    def differences(self, other: "Schema") -> list[str]:
         """List what differs: columns by name, "the labels" or "the numbers". Encodings of columns count where both are known."""
 
         def differs(name: str) -> bool:
@@ -77,7 +75,7 @@ class Schema:
         return ["the labels"] * labels + ["the numbers"] * integers + list(filter(differs, columns))
 
     @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> Schema:
+    def from_dict(cls, plain: dict[str, Any]) -> "Schema":
         """Read what `asdict` and JSON made."""
         return TypeAdapter(cls).validate_python(plain)
 

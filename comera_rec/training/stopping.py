@@ -1,7 +1,5 @@
 """Stopping between two steps: by SIGTERM, SIGHUP or Ctrl-C, which all processes act on at the same step."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable
@@ -39,7 +37,7 @@ class StopSignals:
         self.received = 0
         self._pending: Callable[[], Tensor] | None = None
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> "StopSignals":
         hang_up = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else set()
         numbers = {signal.SIGTERM, signal.SIGINT} | hang_up
         self._handlers: dict[int, Any] = {number: signal.signal(number, self._record) for number in numbers}

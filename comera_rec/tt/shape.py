@@ -4,8 +4,6 @@ M rows, N columns; d cores; m_k, n_k the row and column mode of core k; r_k the 
 r_0 = r_d = 1.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from bisect import bisect_right
@@ -129,12 +127,12 @@ class TTShape:
         if num_rows > self.num_rows or num_cols > self.num_cols:
             raise UserError(f"shape spans {self.num_rows} x {self.num_cols}, less than {num_rows} x {num_cols}: enlarge its modes")
 
-    def covering(self, num_rows: int) -> TTShape:
+    def covering(self, num_rows: int) -> "TTShape":
         """Return the shape with a first row mode that is large enough for a number of rows; ids keep their digits."""
         first, *others = self.row_shape
         return TTShape((max(first, -(-num_rows // math.prod(others))), *others), self.col_shape, self.ranks)
 
-    def with_ranks(self, ranks: int | Sequence[int]) -> TTShape:
+    def with_ranks(self, ranks: int | Sequence[int]) -> "TTShape":
         """Return the same modes at other ranks."""
         return TTShape(self.row_shape, self.col_shape, ranks)
 
@@ -147,7 +145,7 @@ class TTShape:
         tt_ranks: int | Sequence[int] | None = None,
         order: int | None = None,
         budget_params: int | None = None,
-    ) -> TTShape:
+    ) -> "TTShape":
         """Choose modes, and ranks where only a budget is given, for an embedding table.
 
         Args:
@@ -181,7 +179,7 @@ class TTShape:
         tt_ranks: int | Sequence[int] | None = None,
         order: int | None = None,
         budget_params: int | None = None,
-    ) -> TTShape:
+    ) -> "TTShape":
         """Choose modes, and ranks where only a budget is given, for a linear layer: input modes first, then output modes.
 
         Args:
