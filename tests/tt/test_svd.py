@@ -145,8 +145,9 @@ def test_errors_of_important_rows_weigh_more(limits: dict[str, int], columns: in
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are read on Linux only")
 def test_memory_besides_the_matrix_is_that_of_blocks() -> None:
     weight, shape = torch.randn(300_000, 64), TTShape.for_table(300_000, 64, tt_ranks=16, order=3)
-    memory = PeakMemory(torch.device("cpu"))
     with patch.multiple(svd, _WHOLE_LIMIT=1 << 20, _BLOCK=1 << 18):
+        tt_svd(weight[:30_000], TTShape.for_table(30_000, 64, tt_ranks=16, order=3))  # what libraries keep is there from then on
+        memory = PeakMemory(torch.device("cpu"))
         tt_svd(weight, shape)
-    # The matrix takes 73 MiB. Blocks and libraries take 30 to 90 MiB, however large it is; copies would take 300.
-    assert memory.highest < 200
+    # Blocks take 14 to 131 MiB, however large the matrix is, which would take 193 as a whole.
+    assert memory.highest < 150
