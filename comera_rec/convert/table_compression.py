@@ -60,12 +60,15 @@ class TableCompression:
         if unknown := [name for name in self.dense_tables if name not in names]:
             raise UserError(f"dense_tables names {unknown[0]!r}, which is no table: choose from {', '.join(map(repr, names))}")
 
-    def table_configs(self, tables: Sequence[Any], *, dense: Collection[int] = (), others: int = 0) -> list[Any]:
+    def table_configs(
+        self, tables: Sequence[Any], *, dense: Collection[int] = (), unordered: Collection[int] = (), others: int = 0
+    ) -> list[Any]:
         """Return the configs of tables with the shapes that this config gives them.
 
         Args:
             tables: TorchRec's configs of the tables that share a budget.
             dense: positions of further tables that stay dense.
+            unordered: positions of tables whose ids aren't ordered by frequency; they get no hot rows.
             others: numbers besides the tables' parameters that the budget has to pay for.
 
         Raises:
@@ -75,7 +78,7 @@ class TableCompression:
         budget = total / self.compression - small - others if self.compression is not None and large else None
         shares = AUTO_SHARES if self.hot_rows == "auto" and budget is not None else (self._least_share,)
         for share in shares:
-            hot, shapes = self._sizes([tables[k] for k in large], budget, share)
+            hot, shapes = self._sizes([tables[k] for k in large], budget, share, [k not in unordered for k in large])
             if shapes is not None:
                 sizes = {k: size for k, *size in zip(large, shapes, hot, strict=True)}
                 kinds = [TTEmbeddingConfig if isinstance(table, EmbeddingConfig) else TTEmbeddingBagConfig for table in tables]
@@ -110,21 +113,22 @@ class TableCompression:
     def _large_tables(self, tables: Sequence[Any], dense: Collection[int]) -> tuple[list[int], int, int]:
         """Return positions of the tables that become TT tables, the dense parameters of all tables, and those of the others."""
         large = [k for k, table in enumerate(tables) if k not in dense and self.reason_to_stay_dense(table) is None]
-        params = [table.num_embeddings * table.embedding_dim for table in tables]
+        params = list(map(_dense_params, tables))
         return large, sum(params), sum(params) - sum(params[k] for k in large)
 
     def _sizes(
-        self, tables: Sequence[BaseEmbeddingConfig], budget: float | None, share: float
+        self, tables: Sequence[BaseEmbeddingConfig], budget: float | None, share: float, is_ordered: Sequence[bool]
     ) -> tuple[list[Blocks], list[TTShape] | None]:
         """Return hot rows and TT shapes of tables; None for the shapes if rank 1 doesn't fit the budget beside the hot rows."""
         if budget is None:
             shapes = [self._shape(table, self.tt_ranks, self.order) for table in tables]
-            return _hot_rows(tables, share / (1 - share) * sum(shape.num_params for shape in shapes)), shapes
-        hot = _hot_rows(tables, share * budget)
+            return _hot_rows(tables, share / (1 - share) * sum(shape.num_params for shape in shapes), is_ordered), shapes
+        ordered = sum(_dense_params(table) * has_order for table, has_order in zip(tables, is_ordered, strict=True))
+        hot = _hot_rows(tables, share * budget * ordered / sum(map(_dense_params, tables)), is_ordered)
         taken = sum(blocks_params(blocks, table.embedding_dim) for blocks, table in zip(hot, tables, strict=True))
         fitting = self._fitting_shapes(tables, budget - taken)
         if share and fitting:  # spend what whole ranks leave unused
-            hot = _hot_rows(tables, budget - sum(shape.num_params for shape in fitting))
+            hot = _hot_rows(tables, budget - sum(shape.num_params for shape in fitting), is_ordered)
         return hot, fitting
 
     @staticmethod
@@ -146,13 +150,18 @@ class TableCompression:
         return sum(self._shape(table, rank, order).num_params for table in tables)
 
 
-def _hot_rows(tables: Sequence[BaseEmbeddingConfig], budget_params: float) -> list[Blocks]:
+def _hot_rows(tables: Sequence[BaseEmbeddingConfig], budget_params: float, is_ordered: Sequence[bool]) -> list[Blocks]:
     blocks: list[Blocks] = [()] * len(tables)
-    total = sum(table.num_embeddings * table.embedding_dim for table in tables)
-    for dim in {table.embedding_dim for table in tables} if budget_params > 0 else ():
+    ordered = {k: table for k, table in enumerate(tables) if is_ordered[k]}
+    total = sum(_dense_params(table) for table in ordered.values())
+    for dim in {table.embedding_dim for table in ordered.values()} if budget_params > 0 else ():
         # Each dimension gets a part of the budget in proportion to its tables' dense parameters.
-        rows = {k: table.num_embeddings for k, table in enumerate(tables) if table.embedding_dim == dim}
+        rows = {k: table.num_embeddings for k, table in ordered.items() if table.embedding_dim == dim}
         chosen = choose_hot_blocks(list(rows.values()), dim, sum(rows.values()) * dim / total * budget_params)
         for k, chosen_blocks in zip(rows, chosen, strict=True):
             blocks[k] = chosen_blocks
     return blocks
+
+
+def _dense_params(table: BaseEmbeddingConfig) -> int:
+    return table.num_embeddings * table.embedding_dim

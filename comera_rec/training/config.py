@@ -69,7 +69,7 @@ class TablesConfig(TableCompression):
         format: "tt" for large tables as TT tables, "dense" for all dense.
         hot_rows: as in `TableCompression`; "auto" here, because the ids of a preprocessed data set are ordered by frequency. It
             is 0 where the most frequent twentieth of the values has less than half of the occurrences, in the mean over TT tables
-            (in order of similarity; hashed ids count as 0, others as 1).
+            (in order of similarity; others count as 1). Tables of hashed ids, which have no order, get no hot rows.
         start: "random" values, or the "vectors" that `comera preprocess --order similarity` keeps, for dense and TT tables; a TT
             table that can't represent them starts at random. They suit lower learning rates.
     """

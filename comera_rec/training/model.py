@@ -106,11 +106,12 @@ def table_configs(config: RunConfig, schema: Schema) -> list[EmbeddingBagConfig]
     if config.tables.format == "tt":
         config.tables.require_tables([table.name for table in tables])
         compression: TablesConfig = config.tables
+        unordered = [k for k, table in enumerate(tables) if table.name not in schema.vocabularies]  # hashes have no order
         names = [table.name for table in tables if not compression.reason_to_stay_dense(table)]
-        heads = [schema.heads.get(name, float(name in schema.vocabularies)) for name in names]  # hashes have no order
+        heads = [schema.heads.get(name, 1.0) for name in names if name in schema.vocabularies]
         if compression.hot_rows == "auto" and heads and fmean(heads) < _OF_FEW:
             compression = replace(compression, hot_rows=0)
-        tables = compression.table_configs(tables)
+        tables = compression.table_configs(tables, unordered=unordered)
     for table in tables:
         table.num_embeddings = schema.sparse[table.name]
         if getattr(table, "shape", None):

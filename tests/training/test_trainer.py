@@ -358,15 +358,22 @@ def test_damaged_vectors_and_counts_are_named(config_file: Path, ordered: Path, 
 
 @pytest.mark.parametrize(
     ("ordered", "heads", "has_hot_rows"),
-    [(True, {}, True), (False, {}, False), (True, {"C1": 0.7, "C2": 0.4}, True), (True, {"C1": 0.55, "C2": 0.4}, False)],
+    [
+        ("C1 C2 C3", {}, [1, 1, 0]),
+        ("", {}, [0, 0, 0]),
+        ("C2 C3", {}, [0, 1, 0]),
+        ("C1 C2 C3", {"C1": 0.7, "C2": 0.4}, [1, 1, 0]),
+        ("C1 C2 C3", {"C1": 0.55, "C2": 0.4}, [0, 0, 0]),
+    ],
 )
-def test_hot_rows_are_for_skewed_lookups(config_file: Path, ordered: bool, heads: dict[str, float], has_hot_rows: bool) -> None:
+def test_hot_rows_are_for_skewed_lookups(config_file: Path, ordered: str, heads: dict[str, float], has_hot_rows: list[int]) -> None:
     """Few ids of a table make up most of its lookups."""
     config = load_config(config_file, ["tables.compression=10", "tables.tt_ranks=none", "tables.min_rows=100"])
     columns = {"C1": 20_000, "C2": 9000, "C3": 50}
-    vocabularies = dict.fromkeys(columns, "of ids in order") if ordered else {}
+    vocabularies = dict.fromkeys(ordered.split(), "of ids in order")
     tables = table_configs(config, Schema(dense=("I1",), sparse=columns, vocabularies=vocabularies, heads=heads | {"C3": 1.0}))
-    assert [bool(getattr(table, "hot_rows", ())) for table in tables] == [has_hot_rows, has_hot_rows, False]
+    assert [bool(getattr(table, "hot_rows", ())) for table in tables] == has_hot_rows
+    assert sum(columns.values()) * config.model.embedding_dim / sum(table.num_params for table in tables) >= 10
 
 
 @pytest.mark.parametrize("hot_rows", [(), ((20, 4),)])
