@@ -301,8 +301,14 @@ class RankScheduler:
         return round(self.target / self.reference_size * self.reference_params)
 
     def record_sizes(self) -> None:
-        """Add the present sizes to `history`, where tables have grown since a state was saved; a target reached grows, too."""
+        """Add the present sizes to `history`, where tables have grown since a state was saved.
+
+        What an early stage relates sizes to grows by as much, and a target that was reached, too.
+        """
+        before = self.history[-1]["params"]
         self._record(self._summaries())
+        if self.stage == "early":
+            self.reference_params += self.history[-1]["params"] - before
         if self.stage == "done" and self.target is not None:
             self.target = max(self.target, self._size())
 

@@ -254,6 +254,13 @@ def test_a_schedule_of_ranks_goes_on(days: Path, config_file: Path, tmp_path: Pa
     assert [line["step"] for line in lines(later, "ranks")] == [0, 1, 3]
 
 
+def test_an_early_stage_relates_sizes_to_grown_tables(days: Path, config_file: Path, tmp_path: Path) -> None:
+    first = trained(config_file, days / "day_1", tmp_path / "first", *RANKS, "training.steps=1")
+    later = trained(config_file, days / "day_2", tmp_path / "later", "--after", first, *RANKS, "training.steps=1")
+    before, after = ([line["params"] for line in lines(run, "ranks")] for run in (first, later))
+    assert open_run(later).record["scheduler"]["reference_params"] == after[0] > before[0]
+
+
 def test_what_does_not_follow_is_refused(days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither is a run resumed as if it had started after another one."""
     first = trained(config_file, days / "day_1", tmp_path / "first", "training.steps=1")
