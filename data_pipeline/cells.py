@@ -23,7 +23,7 @@ from data_pipeline.schema import NUMBER, Column, Kind, LogSchema
 _INTEGER = r"^-?0*[0-9]{1,19}(\.0+)?$"
 _ISO_8601 = (
     r"^[0-9]{4}-[01][0-9]-[0-3][0-9]"
-    r"(Z|[ T][0-2][0-9]:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?(Z| ?UTC|[+-][0-2][0-9](:?[0-5][0-9])?)?)?$"
+    r"(Z|[ T][0-2][0-9]:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?(Z| ?UTC| ?[+-][0-2][0-9](:?[0-5][0-9])?)?)?$"
 )
 _TIME = pa.timestamp("us", "UTC")
 _EXACT = 2.0**53  # beyond this, float64 cannot hold every integer
@@ -185,6 +185,7 @@ def _times(array: pa.Array) -> pa.Array:
     dates = pc.if_else(dated, text, None).cast(pa.large_string())
     for pattern, replacement in (
         (r"( ?UTC|Z)$", ""),
+        (r" ([+-][0-9:]*)$", r"\1"),
         (r"(\.[0-9]{6})[0-9]+", r"\1"),  # nanoseconds
         (r"^([^ T]*)$", r"\1 00:00"),
         (r"([ T][0-9:.]*)$", r"\1+00:00"),
@@ -256,9 +257,8 @@ def _read_lists(array: pa.Array, column: Column) -> _Cells:
     array = array.cast(pa.large_list(array.type.value_type))
     lengths = _numpy(pc.list_value_length(array).fill_null(0)).astype(np.int64)
     elements = _read_texts(_decimals_as_floats(array.flatten()))
-    empty = elements.missing | elements.bad
     bad = np.zeros(len(array), np.bool_)
-    bad[np.repeat(np.arange(len(array)), lengths)[empty]] = True
+    bad[np.searchsorted(lengths.cumsum(), np.flatnonzero(elements.missing | elements.bad), side="right")] = True
     return _Cells(values=elements.values, missing=lengths == 0, bad=bad, lengths=lengths)
 
 

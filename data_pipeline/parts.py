@@ -30,7 +30,7 @@ from data_pipeline.sources import Source, empty, identify_log, open_log, unreada
 from data_pipeline.tables import BOM, Layout, json_types, read_names
 
 LONGEST_LINE = 1 << 20  # bytes without the newline; lists of a hundred thousand values fit
-_DETECTED_BYTES = 1 << 16
+_DETECTED_BYTES, _MORE_BYTES = 1 << 16, 1 << 24
 _MAGICS: dict[str, tuple[bytes, ...]] = {  # how compressed logs begin; three letters alone may be text
     "gzip": (b"\x1f\x8b",),
     "bzip2": tuple(b"BZh%d" % level + block for level in range(1, 10) for block in (b"1A", b"\x17r")),
@@ -111,7 +111,7 @@ def _first_lines(log: Source, size: int) -> bytes:
 def json_names(log: Source) -> set[str]:
     """Return the names in the first lines of a log in JSON; none if these are blank or no JSON."""
     names = set[str]()
-    for line in _first_lines(log, _DETECTED_BYTES).removeprefix(BOM).splitlines():
+    for line in _first_lines(log, _MORE_BYTES).removeprefix(BOM).splitlines():
         with suppress(ValueError, TypeError, RecursionError):  # reported when the line is parsed
             names |= dict(json.loads(line)).keys()
     return names
@@ -126,7 +126,7 @@ def layout_of(log: Source, schema: LogSchema) -> Layout | None:
     if (names := parquet_names(log)) is not None:
         return names
     if schema.format == "jsonl":
-        return json_types(_first_lines(log, _DETECTED_BYTES), schema)
+        return json_types(_first_lines(log, _DETECTED_BYTES), schema, lambda: _first_lines(log, _MORE_BYTES))
     if not schema.header:
         return None
     try:
@@ -364,7 +364,9 @@ def _parquet_metadata(log: Source, magic: bytes) -> pq.FileMetaData | None:
 def _parquet_parts(log: int, source: Source, part_bytes: int, skip: Skip, columns: Collection[str] | None) -> Iterator[Part]:
     with open_log(source) as opened:
         metadata = pq.read_metadata(pa.PythonFile(opened, mode="r"))
-        file = pq.ParquetFile(pa.PythonFile(opened, mode="r"), metadata=metadata, read_dictionary=_repeated_texts(metadata))
+        repeated, unit = _repeated_texts(metadata), "us"  # the default, nanoseconds, end in 2262
+        as_file = pa.PythonFile(opened, mode="r")
+        file = pq.ParquetFile(as_file, metadata=metadata, read_dictionary=repeated, coerce_int96_timestamp_unit=unit)
         slices = plan(metadata, part_bytes)
         names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
         for groups, numbered in itertools.groupby(enumerate(slices), key=lambda item: item[1].groups):

@@ -36,20 +36,30 @@ def read_names(line: bytes, schema: LogSchema) -> tuple[str, ...]:
     return tuple(next(csv.reader([text], delimiter=schema.separator), []))
 
 
-def json_types(text: bytes, schema: LogSchema) -> pa.Schema:
-    """Detect the types of JSON's columns in a log's first lines; later lines must have the same."""
+def json_types(text: bytes, schema: LogSchema, more: Callable[[], bytes] = bytes) -> pa.Schema:
+    """Detect the types of JSON's columns in a log's first lines, or in `more` of them for columns without values there.
+
+    Later lines must have the same types.
+    """
     columns = [column for column in schema.columns if column.kind != "ignore"]
-    seen: dict[str, list[Any]] = {column.source: [] for column in columns}
+    kinds = {column.source: column for column in reversed(columns)}
+    values = _json_values(text, [column.source for column in columns])
+    if rare := [name for name, seen in values.items() if not seen]:
+        values |= _json_values(more(), rare)
+    return pa.schema([(name, _json_type(seen, kinds[name])) for name, seen in values.items()])
+
+
+def _json_values(text: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
+    seen: dict[str, list[Any]] = {name: [] for name in names}
     for line in text.removeprefix(BOM).splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):  # reported when the line is parsed
             continue
         for name, values in seen.items():
-            if isinstance(row, dict) and (value := row.get(name)) is not None and value == value:  # NaN isn't
+            if isinstance(row, dict) and (value := row.get(name)) not in (None, []) and value == value:  # NaN isn't
                 values.append(value)
-    kinds = {column.source: column for column in reversed(columns)}
-    return pa.schema([(name, _json_type(values, kinds[name])) for name, values in seen.items()])
+    return seen
 
 
 def _json_type(values: list[Any], column: Column) -> pa.DataType:

@@ -103,6 +103,7 @@ def work_folder(
                 folder.mkdir(exist_ok=True)
                 if (output / (files[0] if files else "")).exists() and not any(folder.glob("*/data")):
                     _empty(folder)  # an earlier run was killed between putting its data in place and cleaning up
+                    remove(hidden(output, "replaced"))
                 check_output(output, files=files, overwrite=overwrite)
                 work = _opened(folder, identity, named_output, tell)
                 yield work

@@ -275,12 +275,15 @@ def _columns_of_new_values(manifest: Manifest, known: Manifest) -> list[str]:
 
 def _summary(manifest: Manifest, output: Path, seconds: float) -> str:
     rows = manifest.rows
+    columns: list[Any] = [*manifest.integer_columns, *manifest.categorical_columns]
+    empty = [column.name for column in columns if column.missing == rows.written]
     lines = [
         f"rows: {rows.read:,} read, {rows.written:,} written, {rows.rejected:,} rejected",
         "splits: " + ", ".join(f"{name} {split.rows:,}" for name, split in manifest.splits.items()),
         *(f"  no row is in {name}" for name, split in manifest.splits.items() if not split.rows and "val_from" in manifest.options),
         *([f"{label.name} mean: {label.mean:.4f}" for label in manifest.labels] or ["label mean: no label"]),
         f"embedding rows: {sum(column.num_embeddings for column in manifest.categorical_columns):,}",
+        *([f"no row has a value of {', '.join(empty)}: check the names in the schema"] if empty else []),
         f"wrote {output} in {seconds:.1f} s ({rows.read / seconds:,.0f} rows/s)",
     ]
     lines[1:1] = [f"  rejected {line.file}:{line.line}: {line.reason}" for line in manifest.rejected_lines[:5]]

@@ -135,7 +135,7 @@ def test_types_that_cannot_be_read_and_unknown_marks_are_named(kind: str) -> Non
     assert reasons[0].endswith(r'; if it stands for a missing value, set missing = ["\\N"] in the schema')
 
 
-ZONES = {"": 0, "Z": 0, "UTC": 0, " UTC": 0, "+00:00": 0, "+02:00": 120, "-0530": -330, "+09": 540}
+ZONES = {"": 0, "Z": 0, "UTC": 0, " UTC": 0, "+00:00": 0, "+02:00": 120, " -0530": -330, "+09": 540}
 
 
 @given(
@@ -228,6 +228,7 @@ def test_other_types_of_json() -> None:
     assert json_types(b'{"id": 1152921504606847000}', replace(JSON, columns=ignored)).field("id").type == pa.int64()
     parsed = parse_text(b'{"a": 7}\n{"a": 7.0}\n', JSON, json_types(b'{"a": 7}\n', JSON))
     assert parsed.reasons == ((1, "7.0 is not of the type int64 of its column in the log's first lines"),)
+    assert json_types(b'{"l": []}', JSON, lambda: b'{"a": 7, "l": [7]}').types == [pa.int64(), pa.float64(), pa.list_(pa.int64())]
 
 
 @pytest.mark.parametrize(("quoted", "form"), [(b"a", "csv"), (b'"a"', "csv"), (b"a", "text")])

@@ -7,6 +7,7 @@ import io
 import lzma
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,10 @@ def test_parts_of_parquet(tmp_path: Path) -> None:
                 assert [part.last for part in cut] == [False] * (count_parts(log, part_bytes) - 1) + [True]
     pq.write_table(pa.table({"tags": [[n % 3] * 500 for n in range(1000)]}), tmp_path / "log.parquet")
     assert len(plan(pq.read_metadata(tmp_path / "log.parquet"), 1 << 20)) == 4, "elements count, however few bytes encode them"
+    forever = pa.array([datetime(9999, 12, 31)], pa.timestamp("us"))
+    pq.write_table(pa.table({"until": forever}), tmp_path / "log.parquet", use_deprecated_int96_timestamps=True)
+    (part,) = read_parts(0, tmp_path / "log.parquet", part_bytes=99, skip=lambda number: False)
+    assert part.content["until"].equals(pa.chunked_array([forever]))
 
 
 def test_texts_that_repeat_take_the_memory_of_their_dictionaries(tmp_path: Path) -> None:
