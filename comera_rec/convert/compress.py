@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from comera_rec.convert.budget import fit_tables_
@@ -121,6 +123,9 @@ def compress_(
         raise UserError("row_order is given: it needs tables")
     if isinstance(row_order, str) and (row_order, init) != ("similarity", "tt_svd"):
         raise UserError(f"row_order is {row_order!r}: give orders by table, or 'similarity' with init='tt_svd'")
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel | DistributedModelParallel):
+            raise UserError(f"the model is in a {type(module).__name__}, which has taken its parameters: compress it before")
     replacements: dict[nn.Module, nn.Module] = {}
     if tables is not None:
         tt_tables, reasons = _compressed_tables(model, tables, filter_fn, init, importance, row_order)

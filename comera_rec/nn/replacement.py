@@ -26,8 +26,8 @@ def parameter_owners(model: nn.Module, whole: Collection[nn.Module] = ()) -> dic
     parents = set(model.modules()) - {part for module in whole for part in module.modules()}
     found: dict[int, list[Tensor]] = {}  # by attribute
     for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, []).append((name or "the model", module))
+        for registered in _registered(module):
+            owners.setdefault(registered, []).append((name or "the model", module))
         for attribute, value in vars(module).items():
             if attribute not in _REGISTERED and isinstance(value, (*_CONTAINERS, nn.Module, Tensor)):
                 if id(value) not in found:
@@ -56,9 +56,15 @@ def _held(container: Any, parents: Collection[nn.Module]) -> Iterator[Tensor]:
                 if isinstance(value, nn.Parameter):
                     yield value
             elif issubclass(type(value), nn.Module):
-                yield from value.parameters(recurse=value not in parents)
+                for module in (value,) if value in parents else value.modules():
+                    yield from _registered(module)
             elif issubclass(type(value), _CONTAINERS):
                 containers.append(value)
+
+
+def _registered(module: nn.Module) -> list[nn.Parameter]:
+    """Return a module's own parameters; TorchRec's fused tables override `parameters`."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
 _HOOKS = (

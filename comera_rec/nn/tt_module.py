@@ -33,6 +33,7 @@ class TTModule(nn.Module):
     """
 
     core_0: nn.Parameter
+    on_meta: tuple[nn.Parameter | None, ...] = ()  # former parameters, until others have taken their place
 
     def __init__(
         self,
@@ -59,9 +60,20 @@ class TTModule(nn.Module):
             self.register_parameter(f"rank_{k}", nn.Parameter(torch.empty(rank, 1, device=device, dtype=dtype)))
 
     def reset_parameters(self) -> None:
-        """Redraw the cores so that dense entries have standard deviation `std`; set the rank parameters to one."""
+        """Redraw the cores so that dense entries have standard deviation `std`; set the rank parameters to one.
+
+        Raises:
+            ValueError: if optimizers were applied in backward to parameters on the meta device, whose place others have taken.
+        """
         if self.core_0.is_meta:
+            self.on_meta = tuple(self._parameters.values())
             return
+        former, self.on_meta = self.on_meta, ()
+        if any(hasattr(each, "_in_backward_optimizers") and each not in set(self._parameters.values()) for each in former):
+            raise UserError(
+                "optimizers in backward were applied to TT parameters on the meta device, and are lost as these get values: apply "
+                "them afterwards, or give DistributedModelParallel our sharders and a plan, which keep them"
+            )
         init_cores_(self.cores(), self.shape, self.std)
         with torch.no_grad():
             for rank in self.rank_parameters():

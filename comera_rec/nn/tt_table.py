@@ -253,8 +253,8 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
 
     Args:
         model: any module. Tables in float64, of order 1, or replicated by data parallelism, keep their gradients.
-        optimizer: the optimizer of the cores; SGD without momentum, Adagrad, Adam or AdamW (without amsgrad), or TorchRec's
-            `RowWiseAdagrad`. With None, cores have gradients again.
+        optimizer: the optimizer of the cores; SGD without momentum, Adagrad, Adam or AdamW (without amsgrad, and not of float16),
+            or TorchRec's `RowWiseAdagrad`. With None, cores have gradients again.
 
     Raises:
         ValueError: if the optimizer can update no TT table this way.
@@ -276,7 +276,7 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
     if not updated and optimizer is not None:
         raise UserError(
             f"no TT table's cores are updated by this {type(optimizer).__name__}: give the optimizer of the cores, "
-            "SGD without momentum, Adagrad, RowWiseAdagrad, Adam or AdamW without amsgrad"
+            "SGD without momentum, Adagrad, RowWiseAdagrad, Adam or AdamW without amsgrad, the last two not of float16"
         )
     return updated
 

@@ -92,6 +92,8 @@ class RankScheduler:
         # Running mean of the task loss; NaN before the first finite one. A tensor, so that no step waits for the device.
         self._mean_loss = torch.tensor(math.nan, dtype=torch.float32, device=next(model.parameters()).device)
         self._other_bytes = bytes_outside(model, self._modules.values()) if other_bytes is None else other_bytes
+        frozen = gather_tt_modules({name: module for name, module in modules.items() if name not in self._modules})
+        self._frozen_savings = sum(each.unit * (each.dense_params - each.shape.num_params) for each in frozen.values())
         # Replicas on several processes together count once.
         self._replica_share = {name: 1 / count for name, count in WORLD.count(self._modules).items()}
         if config.late_steps and config.target_size is None:
@@ -281,7 +283,7 @@ class RankScheduler:
 
     def _compressed_bytes(self, compression: float, summaries: dict[str, ModuleSummary], least: int) -> int:
         """Return the bytes left for TT modules when the whole model is `compression` times smaller than its dense form."""
-        dense = self._other_bytes + sum(summary.dense_params * summary.unit for summary in summaries.values())
+        dense = self._other_bytes + self._frozen_savings + sum(each.dense_params * each.unit for each in summaries.values())
         others = self._other_bytes + sum(summary.order_bytes for summary in summaries.values())
         if others + least >= dense / compression:
             raise UserError(

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from in_backward import _apply_optimizer_in_backward
 from jagged import random_jagged
 from refusals import refuse
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 import comera_rec as cr
 from comera_rec import LinearCompression, TableCompression, TTEmbeddingBagCollection, compress_, export_dense
@@ -152,6 +155,15 @@ def test_what_is_frozen_or_in_a_list_stays_dense(caplog: pytest.LogCaptureFixtur
     compress_(model, tables=TABLES, linears=LinearCompression(tt_ranks=8))
     assert swapped_names(model) == ["towers.right.0"], "the other one is also looked up in the list"
     assert swapped_names(model, cr.TTLinear) == ["body.0"], "layers of modules that stay are replaced there"
+
+
+def test_what_is_wrapped_or_fused_already() -> None:
+    model = nn.ModuleList([FusedEmbeddingBagCollection(collection().embedding_bag_configs(), torch.optim.SGD, {"lr": 0.1})])
+    model.append(nn.Embedding(1000, 16))
+    assert isinstance(compress_(model, tables=TABLES)[1], cr.TTEmbedding)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    refuse("the model is in a DistributedDataParallel", compress_, DistributedDataParallel(model[1]), tables=TABLES)
+    dist.destroy_process_group()
 
 
 def test_tables_of_one_name_have_their_own_orders() -> None:

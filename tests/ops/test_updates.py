@@ -157,6 +157,8 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> No
 @pytest.mark.parametrize(("which", "mode", "dtype"), [*WAYS, (*ALL_SUM, torch.bfloat16), (*ALL_SUM, torch.float16)])
 def test_updates_follow_the_formulas(order: int, kind: type, settings: dict, which: str, mode: str, dtype: torch.dtype) -> None:
     """With 16 bits, a step is computed in float32 and rounded once, also for slices of several blocks of numbers."""
+    if dtype == torch.float16 and issubclass(kind, torch.optim.Adam):
+        pytest.skip("squares of gradients are zero in float16: refused")
     is_narrow, eps = dtype != torch.float32, torch.finfo(dtype).eps
     tables = make_tables(order, dtype, [TTShape((5, 4), (15, 3), (21,))] if is_narrow and order == 2 else None)
     updated = chosen(tables, which)

@@ -255,6 +255,8 @@ def test_what_a_schedule_cannot_work_with_is_refused() -> None:
     refuse(r"no loss of the late stage depends on 'tables\.2': freeze it before building", run.go, 50)
     refuse("is 300.0 but layers outside TT modules, row orders, and linear", recommending, late(target_compression=300.0))
     refuse("target_params is 20 but linear layers of rank 1 take", recommending, late(target_params=20))
+    run.model.tables[0].requires_grad_(False)  # it still counts by its dense size
+    refuse(f"of {DENSE + OTHERS:,} dense", RankScheduler, run.model, run.optimizer, late(target_compression=300.0))
 
 
 @pytest.mark.parametrize(

@@ -440,6 +440,8 @@ def kind_of(optimizer: Optimizer, number: int = 0) -> Kind | None:
     if kind is None:
         return None
     group = optimizer.param_groups[number]
+    if "exp_avg_sq" in kind.states and any(parameter.dtype == torch.float16 for parameter in group["params"]):
+        return None  # squares of small gradients are zero in float16, and steps far too large
     return kind if all(group.get(setting, value) == value for setting, value in kind.required.items()) else None
 
 

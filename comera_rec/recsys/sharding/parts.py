@@ -164,6 +164,7 @@ class Part(nn.Module):
         for name, bag in self.bags.items():
             if bag.core_0.is_meta:
                 bag.to_empty(device=device)
+                bag.on_meta = ()  # their optimizers are in `builders`
                 bag.reset_parameters()
             apply_optimizers_(bag, builders[name], in_lookup=self._replicated_over is None)
         for replica in self.replicas():
