@@ -193,6 +193,10 @@ def _misshapen_csv(
         counts = 1 + count(schema.separator)
         uneven = np.flatnonzero((counts != columns) & (quotes == 0)).tolist()
         reasons = {line: f"{counts[line]} columns where {columns} are expected" for line in uneven}
+    if b'\\"' in text and quotes.any():  # Arrow would take the quote for the value's end, and what follows for more of it
+        escaped = re.finditer(rb'\\"(?=[^"\r\n%s])' % re.escape(schema.separator.encode()), text)
+        lines = np.searchsorted(newlines, [match.start() for match in escaped]).tolist()
+        reasons |= dict.fromkeys(lines, 'a quote follows a backslash; write "" for a quote within quotes')
     reasons |= dict.fromkeys(np.flatnonzero(quotes % 2).tolist(), "a quoted value doesn't end on its line")
     if text.count(b"\r") != text.count(b"\r\n"):
         returns = np.flatnonzero(data == ord("\r"))

@@ -25,7 +25,7 @@ class RankConfig:
         target_params, target_bytes: target parameters or bytes of all TT modules.
         target_compression: target ratio of the bytes of the dense model to those of this one, all layers included.
         target_loss: L0; None takes the running mean of the task loss at the end of the early stage.
-        gamma: price of size in the early stage.
+        gamma: price of size in the early stage. It needs float32: 16-bit rank parameters, which start at 1, round small steps off.
         beta: price of the mean square of the cores, which keeps rank parameters from shrinking while cores grow instead; charged in
             the early stage and under "achievement".
         w_loss, w_size: weights of the two gaps of "achievement".

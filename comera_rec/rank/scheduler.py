@@ -367,6 +367,8 @@ def _require_gradients(modules: Collection[TTModule], config: RankConfig) -> Non
         raise UserError(
             f"beta is {config.beta}, a penalty on cores, which are updated in backward: a step would update them twice; set beta=0"
         )
+    if config.late_steps and config.objective == "achievement" and any(module.core_0.element_size() < 4 for module in modules):
+        raise UserError("rank parameters of 16 bits round off the small steps of 'achievement': train float32, or use 'budget'")
     need = None
     if config.late_steps:
         reads = {"budget": "reads the gradients of", "achievement": "puts a price on"}[config.objective]

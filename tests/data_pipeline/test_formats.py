@@ -100,6 +100,8 @@ b",5,f,x
 0,"a",5,f,x  y
 0,a\rb,5,f,x
 1,a",5,f,"x
+1,"the \\"inn\\" town",5,f,x
+0,"\\",5,f,x
 0,"""
 
 
@@ -114,7 +116,8 @@ def test_malformed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_
         7: "tags 'x  y' is not a list of non-empty elements",
         8: "a carriage return within the line",
         9: "a value doesn't end on its line, or others follow it",
-        10: "2 columns where 5 are expected",
+        10: 'a quote follows a backslash; write "" for a quote within quotes',
+        12: "2 columns where 5 are expected",
     }
     log, data = tmp_path / "log.csv", tmp_path / "data"
     log.write_bytes(BAD_CSV)

@@ -246,6 +246,8 @@ def test_what_a_schedule_cannot_work_with_is_refused() -> None:
         with torch.inference_mode():
             run.scheduler.loss(run.task_loss())
         run.go(3)
+    run.model.bfloat16()
+    refuse("16 bits round off", RankScheduler, run.model, run.optimizer, late(objective="achievement", target_size=0.5))
     run = recommending(late(objective="budget", target_size=0.5))
     zeros, step = partial(run.optimizer.zero_grad, set_to_none=False), run.scheduler.step
     run.scheduler.step = lambda: (zeros(), step())[1]
