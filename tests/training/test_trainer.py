@@ -249,16 +249,13 @@ def test_later_days(
 
 
 def test_a_schedule_of_ranks_goes_on(days: Path, config_file: Path, tmp_path: Path) -> None:
-    first = trained(config_file, days / "day_1", tmp_path / "first", *RANKS, "training.steps=7")
-    later = trained(config_file, days / "day_1", tmp_path / "later", "--after", first, *RANKS, "training.steps=4")
-    assert [line["step"] for line in lines(later, "ranks")] == [0, 1, 3]
-
-
-def test_an_early_stage_relates_sizes_to_grown_tables(days: Path, config_file: Path, tmp_path: Path) -> None:
-    first = trained(config_file, days / "day_1", tmp_path / "first", *RANKS, "training.steps=1")
-    later = trained(config_file, days / "day_2", tmp_path / "later", "--after", first, *RANKS, "training.steps=1")
-    before, after = ([line["params"] for line in lines(run, "ranks")] for run in (first, later))
-    assert open_run(later).record["scheduler"]["reference_params"] == after[0] > before[0]
+    """An early stage relates sizes to tables that have grown."""
+    for day, steps, more, passed in (("day_1", 7, 4, [0, 1, 3]), ("day_2", 1, 1, [0])):
+        first = trained(config_file, days / "day_1", tmp_path / f"{day} first", *RANKS, f"training.steps={steps}")
+        later = trained(config_file, days / day, tmp_path / day, "--after", first, *RANKS, f"training.steps={more}")
+        assert [line["step"] for line in lines(later, "ranks")] == passed
+    assert open_run(later).record["scheduler"]["reference_params"] == lines(later, "ranks")[0]["params"]
+    assert lines(later, "ranks")[0]["params"] > lines(first, "ranks")[0]["params"]
 
 
 def test_what_does_not_follow_is_refused(days: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
