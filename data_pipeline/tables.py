@@ -57,7 +57,9 @@ def _json_values(text: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
         except (ValueError, RecursionError):  # reported when the line is parsed
             continue
         for name, values in seen.items():
-            if isinstance(row, dict) and (value := row.get(name)) not in (None, []) and value == value:  # NaN isn't
+            value = row.get(name) if isinstance(row, dict) else None
+            is_empty = all(element is None for element in value) if isinstance(value, list) else value is None
+            if not is_empty and value == value:  # NaN isn't
                 values.append(value)
     return seen
 
@@ -193,7 +195,7 @@ def _misshapen_csv(
         counts = 1 + count(schema.separator)
         uneven = np.flatnonzero((counts != columns) & (quotes == 0)).tolist()
         reasons = {line: f"{counts[line]} columns where {columns} are expected" for line in uneven}
-    if b'\\"' in text and quotes.any():  # Arrow would take the quote for the value's end, and what follows for more of it
+    if b'\\"' in text and quotes.any() and schema.separator != "\\":  # Arrow would end the value there, and go on with it
         escaped = re.finditer(rb'\\"(?=[^"\r\n%s])' % re.escape(schema.separator.encode()), text)
         lines = np.searchsorted(newlines, [match.start() for match in escaped]).tolist()
         reasons |= dict.fromkeys(lines, 'a quote follows a backslash; write "" for a quote within quotes')

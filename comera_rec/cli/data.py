@@ -283,7 +283,7 @@ def _summary(manifest: Manifest, output: Path, seconds: float) -> str:
         *(f"  no row is in {name}" for name, split in manifest.splits.items() if not split.rows and "val_from" in manifest.options),
         *([f"{label.name} mean: {label.mean:.4f}" for label in manifest.labels] or ["label mean: no label"]),
         f"embedding rows: {sum(column.num_embeddings for column in manifest.categorical_columns):,}",
-        *([f"no row has a value of {', '.join(empty)}: check the names in the schema"] if empty else []),
+        *([f"no row has a value of {', '.join(empty)}"] if empty else []),
         f"wrote {output} in {seconds:.1f} s ({rows.read / seconds:,.0f} rows/s)",
     ]
     lines[1:1] = [f"  rejected {line.file}:{line.line}: {line.reason}" for line in manifest.rejected_lines[:5]]

@@ -123,9 +123,8 @@ def compress_(
         raise UserError("row_order is given: it needs tables")
     if isinstance(row_order, str) and (row_order, init) != ("similarity", "tt_svd"):
         raise UserError(f"row_order is {row_order!r}: give orders by table, or 'similarity' with init='tt_svd'")
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel | DistributedModelParallel):
-            raise UserError(f"the model is in a {type(module).__name__}, which has taken its parameters: compress it before")
+    if isinstance(model, DistributedDataParallel | DistributedModelParallel):
+        raise UserError(f"the model is in a {type(model).__name__}, which has taken its parameters: compress it before")
     replacements: dict[nn.Module, nn.Module] = {}
     if tables is not None:
         tt_tables, reasons = _compressed_tables(model, tables, filter_fn, init, importance, row_order)

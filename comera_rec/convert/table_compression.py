@@ -120,11 +120,13 @@ class TableCompression:
         self, tables: Sequence[BaseEmbeddingConfig], budget: float | None, share: float, is_ordered: Sequence[bool]
     ) -> tuple[list[Blocks], list[TTShape] | None]:
         """Return hot rows and TT shapes of tables; None for the shapes if rank 1 doesn't fit the budget beside the hot rows."""
+        ordered = sum(_dense_params(table) * has_order for table, has_order in zip(tables, is_ordered, strict=True))
+        of_ordered = ordered / max(1, sum(map(_dense_params, tables)))
         if budget is None:
             shapes = [self._shape(table, self.tt_ranks, self.order) for table in tables]
-            return _hot_rows(tables, share / (1 - share) * sum(shape.num_params for shape in shapes), is_ordered), shapes
-        ordered = sum(_dense_params(table) * has_order for table, has_order in zip(tables, is_ordered, strict=True))
-        hot = _hot_rows(tables, share * budget * ordered / sum(map(_dense_params, tables)), is_ordered)
+            of_cores = sum(shape.num_params for shape in shapes)
+            return _hot_rows(tables, share / (1 - share) * of_cores * of_ordered, is_ordered), shapes
+        hot = _hot_rows(tables, share * budget * of_ordered, is_ordered)
         taken = sum(blocks_params(blocks, table.embedding_dim) for blocks, table in zip(hot, tables, strict=True))
         fitting = self._fitting_shapes(tables, budget - taken)
         if share and fitting:  # spend what whole ranks leave unused

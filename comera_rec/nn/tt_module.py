@@ -68,12 +68,16 @@ class TTModule(nn.Module):
         if self.core_0.is_meta:
             self.on_meta = tuple(self._parameters.values())
             return
-        former, self.on_meta = self.on_meta, ()
-        if any(hasattr(each, "_in_backward_optimizers") and each not in set(self._parameters.values()) for each in former):
+        former, present = (
+            any(hasattr(each, "_in_backward_optimizers") for each in parameters)
+            for parameters in (self.on_meta, self._parameters.values())
+        )
+        if former and not present:
             raise UserError(
                 "optimizers in backward were applied to TT parameters on the meta device, and are lost as these get values: apply "
-                "them afterwards, or give DistributedModelParallel our sharders and a plan, which keep them"
+                "them afterwards; those of tables are kept where DistributedModelParallel has our sharders and a plan"
             )
+        self.on_meta = ()
         init_cores_(self.cores(), self.shape, self.std)
         with torch.no_grad():
             for rank in self.rank_parameters():

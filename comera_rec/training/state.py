@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
+from comera_rec.distributed import WORLD
 from comera_rec.nn import named_tt_modules
 from comera_rec.recsys.sharding import load_optimizer_state_, optimizer_state
 from comera_rec.training.checkpoint import Checkpoint
@@ -60,11 +61,14 @@ class TrainingState:
 
         If `grown`, on one process, tables may have more rows than in the checkpoint; these get initial values.
         """
-        lacking = [name for name in self.module.state_dict() if f"model/{name}" not in checkpoint.sizes]
-        if lacking:
+        ours = {f"model/{name}" for name in self.module.state_dict()}
+        theirs = {entry for entry in checkpoint.sizes if entry.startswith("model/")}
+        # Other processes may hold what this one doesn't.
+        differing = sorted((ours - theirs) if WORLD.several else (ours ^ theirs))
+        if differing:
             raise UserError(
-                f"the checkpoint holds no {lacking[0]}: its model was built by another version of comera-rec, which chose other "
-                "layers; use that version, or start anew"
+                f"only one of checkpoint and model holds {differing[0]}: another version of comera-rec built the model, and chose "
+                "other layers; use that version, or start anew"
             )
         for name, module in named_tt_modules(self.module):
             module.resize_ranks_([checkpoint.sizes[f"model/{name}.core_{k}"][3] for k in range(module.shape.order - 1)])

@@ -126,4 +126,4 @@ def test_columns_without_values_are_pointed_out(tmp_path: Path, capsys: pytest.C
     (tmp_path / "log.jsonl").write_text("".join(f'{{"y": {n % 2}, "shop": {n % 3}}}\n' for n in range(40)))
     (tmp_path / "schema.toml").write_text('format = "jsonl"\n[columns]\ny = "label"\nshop = "category"\nprise = "float"\n')
     run("preprocess", "--input", tmp_path / "log.jsonl", "--schema", tmp_path / "schema.toml", "--output", tmp_path / "data")
-    assert "\nno row has a value of prise: check the names in the schema\n" in capsys.readouterr().out
+    assert "\nno row has a value of prise\n" in capsys.readouterr().out

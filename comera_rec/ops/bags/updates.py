@@ -96,7 +96,7 @@ def _group_of(core: nn.Parameter, optimizer: Optimizer) -> int | None:
     """Return the number of the core's group in an optimizer, if that group can be applied slice by slice."""
     for number, group in enumerate(optimizer.param_groups):
         if any(parameter is core for parameter in group["params"]):
-            return number if kind_of(optimizer, number) is not None else None
+            return number if can_round(kind_of(optimizer, number), core.dtype) else None
     return None
 
 
@@ -406,7 +406,7 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
     core_optimizers = _optimizers_of(cores)
     kinds = {optimizer and kind_of(*optimizer) for optimizer in set(core_optimizers)}
     kind = next(iter(kinds))
-    if len(kinds) == 1 and kind is not None and len(set(map(id, cores))) == len(cores):
+    if len(kinds) == 1 and kind is not None and can_round(kind, cores[0].dtype) and len(set(map(id, cores))) == len(cores):
         diagonal_optimizers = _optimizers_of(diagonals)
         if any(optimizer is None or kind_of(*optimizer) is not kind for optimizer in set(diagonal_optimizers)) or not all(
             diagonal.is_contiguous() for diagonal in diagonals
@@ -440,9 +440,12 @@ def kind_of(optimizer: Optimizer, number: int = 0) -> Kind | None:
     if kind is None:
         return None
     group = optimizer.param_groups[number]
-    if "exp_avg_sq" in kind.states and any(parameter.dtype == torch.float16 for parameter in group["params"]):
-        return None  # squares of small gradients are zero in float16, and steps far too large
     return kind if all(group.get(setting, value) == value for setting, value in kind.required.items()) else None
+
+
+def can_round(kind: Kind | None, dtype: torch.dtype) -> bool:
+    """Return whether there is a kind and its states can be of a type: in float16, squares of small gradients are zero."""
+    return kind is not None and not (dtype == torch.float16 and "exp_avg_sq" in kind.states)
 
 
 def is_row_wise(optimizer: Optimizer) -> bool:

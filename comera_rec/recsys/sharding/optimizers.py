@@ -18,7 +18,7 @@ from torchrec.distributed.types import ShardedModule, ShardingType
 from torchrec.optim.fused import FusedOptimizer
 
 from comera_rec.nn import TTEmbeddingBag
-from comera_rec.ops.bags.updates import init_state_, kind_of, register_update, step_
+from comera_rec.ops.bags.updates import can_round, init_state_, kind_of, register_update, step_
 from comera_rec.rank import unwrapped
 from data_pipeline.errors import UserError
 
@@ -109,13 +109,14 @@ def _builder(table: str, parameter: nn.Parameter) -> Callable[[nn.Parameter], Op
         return optimizer
 
     try:
-        is_known = kind_of(build(nn.Parameter(torch.empty(1, 1)))) is not None
+        is_known = can_round(kind_of(build(nn.Parameter(torch.empty(1, 1)))), parameter.dtype)
     except (NotImplementedError, TypeError, AttributeError):  # a setting of FBGEMM's alone, or a placeholder
         is_known = False
     if not is_known:
         raise UserError(
             f"{table} has {kinds[0].__name__} with {settings} in backward, which sharded TT tables don't support: apply SGD "
-            "without momentum, Adagrad, RowWiseAdagrad, Adam or AdamW without amsgrad, or give tables to an optimizer when sharded"
+            "without momentum, Adagrad, RowWiseAdagrad, Adam or AdamW (without amsgrad, not of float16), or give tables to an "
+            "optimizer when sharded"
         )
     return build
 
