@@ -104,6 +104,8 @@ def train_replicas(rank: int) -> list[torch.Tensor]:
     for replicas in (model, DistributedDataParallel(nn.Sequential(table()))):  # after the first forward, and before it
         replicas.module[0].resize_ranks_([1] * len(replicas.module[0].shape.ranks))
         refuse("TT ranks have changed since DistributedDataParallel wrapped the model", replicas, ids)
+    apply_optimizer_in_backward(RowWiseAdagrad, (row_wise := table()).parameters(), {"lr": 0.1})
+    refuse("RowWiseAdagrad was applied in backward to cores that Dist", DistributedDataParallel(nn.Sequential(row_wise)), ids)
     return trained
 
 

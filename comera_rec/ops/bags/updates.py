@@ -512,8 +512,13 @@ def _optimizers_of(parameters: Sequence[Tensor]) -> list[tuple[Optimizer, int] |
             updating: _Updating | None = attributes.get(UPDATING)
             if updating is not None:
                 optimizer = None if id(parameter) in averaged else updating.pair
-            elif len(stepping := attributes.get("_in_backward_optimizers", ())) == 1 and hooks_in_backward(parameter):
-                optimizer = stepping[0], 0
+            elif len(stepping := attributes.get("_in_backward_optimizers", ())) == 1:
+                if id(parameter) in averaged and is_row_wise(stepping[0]):
+                    raise UserError(
+                        "RowWiseAdagrad was applied in backward to cores that DistributedDataParallel averages, where its own step "
+                        "would fail: use Adagrad, or shard the tables (cr.TTEmbeddingBagCollectionSharder)"
+                    )
+                optimizer = (stepping[0], 0) if hooks_in_backward(parameter) else None
         optimizers.append(optimizer)
     return optimizers
 
