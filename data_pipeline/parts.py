@@ -374,7 +374,9 @@ def _parquet_parts(log: int, source: Source, part_bytes: int, skip: Skip, column
             if not unskipped:
                 continue
             most = min(_BATCH_ROWS, unskipped[0][1].rows)
-            batches = file.iter_batches(most, row_groups=list(groups), columns=names, use_threads=False)
+            # One group at a time: Arrow can't read lists of dictionaries across groups.
+            of_groups = (file.iter_batches(most, row_groups=[group], columns=names, use_threads=False) for group in groups)
+            batches = itertools.chain.from_iterable(of_groups)
             decoded, position = pa.table({}), 0  # the groups' rows from `position` on
             for number, part in unskipped:
                 while position + len(decoded) < part.skipped + part.rows:

@@ -46,7 +46,9 @@ def as_csv(rows: list[dict[str, Any]]) -> bytes:
 
 
 def as_table(rows: list[dict[str, Any]]) -> pa.Table:
-    return pa.Table.from_pylist(rows).append_column("other", pa.array([{"nested": 1}] * len(rows)))
+    table = pa.Table.from_pylist(rows).append_column("other", pa.array([{"nested": 1}] * len(rows)))
+    tags = pa.array(table["tags"].to_pylist(), pa.list_(pa.dictionary(pa.int8(), pa.string())))  # as Polars' categories
+    return table.set_column(table.schema.get_field_index("tags"), "tags", tags)
 
 
 def as_frames(text: bytes) -> bytes:

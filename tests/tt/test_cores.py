@@ -77,9 +77,7 @@ def test_a_budget_is_never_exceeded_and_nearly_used(rows: int, dim: int, saving:
 
 
 def test_defaults_and_the_order_that_ranks_or_a_budget_imply() -> None:
-    assert TTShape.for_table(1_000_000, 64, tt_ranks=(4, 5, 6)).ranks == (4, 5, 6)
     assert TTShape.for_table(1_000_000, 64, budget_params=8_000).order > 2
-    assert TTShape.for_table(1_000_000, 64, budget_params=640_000, order=4).order == 4
     linear = TTShape.for_linear(1024, 512)
     assert (linear.order, linear.ranks) == (4, (16, 16, 16))
     assert linear.col_shape[:2] == (1, 1) == linear.row_shape[2:]
