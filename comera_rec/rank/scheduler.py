@@ -330,7 +330,10 @@ class RankScheduler:
     _STATE = ("stage", "steps", "late_start", "reference_params", "reference_size", "target", "target_loss")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in plain numbers, strings and lists; the ranks themselves are in the model's state dict."""
+        """Return the state in plain numbers, strings and lists; the ranks themselves are in the model's state dict.
+
+        All processes must call this, as it gathers from them; then one may write it.
+        """
         state = {name: getattr(self, name) for name in self._STATE}
         return {
             **state,
