@@ -6,15 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from refusals import refuse
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
-from benchmarks.harness.measure import Settings, measure_case
+from benchmarks.harness.measure import Settings, chosen, measure_case
 from benchmarks.harness.rows import read_rows, writing_rows
 from benchmarks.harness.timing import Plan
+from benchmarks.linear import LinearCase
 from benchmarks.lookup.tables import FBGEMM, ON_CPU, OURS, TT, LookupCase, LookupWorkload
 from benchmarks.run import BENCHMARKS, RESUMABLE, run
 from comera_rec.cli.errors import run_command
 
+SMALL_LINEAR = LinearCase(batch=6, in_features=17, out_features=12, rank=3)
 FAST = ("linear", "transformer")
 FEW = Settings(plan=Plan(warmup=1, min_rounds=2, max_rounds=2), memory=False)
 SMALL = LookupCase(rows=(1009, 53), dim=8, order=3, rank=4, batch=16, bag=3, providers=(*ON_CPU, TT))
@@ -40,11 +43,17 @@ def test_wrong_values_do_not_pass() -> None:
             require_agreement(reference, {"good": {"output": torch.ones(3)}, "bad": outcome})
 
 
+def test_cases_are_chosen_by_their_sizes() -> None:
+    cases = [SMALL_LINEAR, replace(SMALL_LINEAR, batch=8), replace(SMALL_LINEAR, batch=8, in_features=9)]
+    assert chosen(cases, {}) == cases
+    assert chosen(cases, {"batch": "8", "in": "17"}) == [cases[1]]
+    refuse(r"no case has {'batch': '7'}: sizes are {'batch': \['6'\]", chosen, [SMALL_LINEAR], {"batch": "7"})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["lokup"], "'lokup' is not one of 'lookup', 'linear', "),
-        (["linear", "--only", "batch=7"], "no case has {'batch': '7'}: sizes are "),
         (["linear", "--only", "batch"], "--only is 'batch': write SIZE=VALUE"),
         (["linear", "--only", "batch=128", "--save"], "--save keeps results of full runs: drop --quick and --only"),
         (["linear", "--json", "/nowhere/x.jsonl"], "no folder /nowhere for x.jsonl: create it first"),
@@ -70,6 +79,13 @@ def test_a_quick_run_yields_rows(name: str, tmp_path: Path) -> None:
     if name in RESUMABLE:  # finished runs aren't repeated
         CliRunner().invoke(run, arguments, standalone_mode=False, catch_exceptions=False)
         assert read_rows(file) == rows
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_all_lookups_agree(order: int) -> None:
+    rows = measure_case("lookup", replace(SMALL, order=order), LookupWorkload, FEW)
+    assert {row.provider for row in rows} == {*ON_CPU, TT}
+    assert (FBGEMM, "forward+backward") not in {(row.provider, row.pass_) for row in rows}
 
 
 def test_a_wrong_slice_or_row_is_caught() -> None:

@@ -52,6 +52,8 @@ def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
         (["preprocess", "--input", "loop", "--output", "data"], "cannot read --input loop: Too many levels of symbolic links"),
         (["preprocess", "--input", "bad.tsv", "--output", "loop"], "--output loop leads to a symbolic link to itself"),
         (["preprocess", "--input", "x" * 300, "--output", "data"], "File name too long"),
+        (["transform", "--data", "loop", "--input", "bad.tsv", "--output", "data"], "loop"),
+        (["inspect", "--data", "loop"], "loop"),
         (["preprocess", "--input", "bad.tsv", "--output", "data", "--min-count", "C3=few"], "comera: --min-count is 'C3=few'"),
         (["preprocess", "--input", "bad.tsv", "--output", "data", "--memory-limit", "much"], "'much' is not a size; write it"),
         (["preprocess", "--input", "bad.tsv", "--output", "data", "--schema", "no.toml"], "comera: --schema no.toml does not"),

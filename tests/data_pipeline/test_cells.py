@@ -135,7 +135,7 @@ def test_types_that_cannot_be_read_and_unknown_marks_are_named(kind: str) -> Non
     assert reasons[0].endswith(r'; if it stands for a missing value, set missing = ["\\N"] in the schema')
 
 
-ZONES = {"": 0, "Z": 0, "UTC": 0, " UTC": 0, "+00:00": 0, "+02:00": 120, " -0530": -330, "+09": 540}
+ZONES = {"": 0, "Z": 0, "UTC": 0, " UTC": 0, "+00:00": 0, "+02:00": 120, "-0530": -330, " -0530": -330, "+09": 540}
 
 
 @given(

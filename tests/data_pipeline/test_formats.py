@@ -46,9 +46,7 @@ def as_csv(rows: list[dict[str, Any]]) -> bytes:
 
 
 def as_table(rows: list[dict[str, Any]]) -> pa.Table:
-    table = pa.Table.from_pylist(rows).append_column("other", pa.array([{"nested": 1}] * len(rows)))
-    tags = pa.array(table["tags"].to_pylist(), pa.list_(pa.dictionary(pa.int8(), pa.string())))  # as Polars' categories
-    return table.set_column(table.schema.get_field_index("tags"), "tags", tags)
+    return pa.Table.from_pylist(rows).append_column("other", pa.array([{"nested": 1}] * len(rows)))
 
 
 def as_frames(text: bytes) -> bytes:
@@ -186,6 +184,10 @@ def test_parts_of_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"until": forever}), tmp_path / "log.parquet", use_deprecated_int96_timestamps=True)
     (part,) = read_parts(0, tmp_path / "log.parquet", part_bytes=99, skip=lambda number: False)
     assert part.content["until"].equals(pa.chunked_array([forever]))
+    tags = pa.array([row["tags"] for row in ROWS], pa.list_(pa.dictionary(pa.int32(), pa.string())))  # as Polars' categories
+    pq.write_table(pa.table({"tags": tags}), tmp_path / "log.parquet", row_group_size=70)
+    (part,) = read_parts(0, tmp_path / "log.parquet", part_bytes=1 << 20, skip=lambda number: False)
+    assert part.content["tags"].to_pylist() == tags.to_pylist()
 
 
 def test_texts_that_repeat_take_the_memory_of_their_dictionaries(tmp_path: Path) -> None:

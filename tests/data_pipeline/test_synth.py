@@ -76,7 +76,10 @@ def test_one_log_per_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_bad_options() -> None:
     log = Path("log.txt")
     refuse("`rows` is 0; it must be at least 1", SynthOptions, output=log, rows=0)
+    refuse("`seed` is -1; it must be at least 0", SynthOptions, output=log, rows=1, seed=-1)
+    refuse("`scale` is 0.0; it must be above 0 and at most 100", SynthOptions, output=log, rows=1, scale=0.0)
     refuse("`decay` is -0.5; it must be between 0 and 10", SynthOptions, output=log, rows=1, decay=-0.5)
+    refuse("`groups` is 1.5; it must be between 0 and 1", SynthOptions, output=log, rows=1, groups=1.5)
 
 
 def test_existing_output(tmp_path: Path) -> None:

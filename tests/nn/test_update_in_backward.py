@@ -245,7 +245,10 @@ def train_one_row(kind: str, dtype: torch.dtype, value: float) -> tuple[TTEmbedd
     return bag, optimizer
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.bfloat16) for kind in OPTIMIZERS), ("Adagrad", torch.float16)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.bfloat16) for kind in OPTIMIZERS), *((kind, torch.float16) for kind in OPTIMIZERS if kind != "Adam")],
+)
 def test_small_steps_add_up(kind: str, dtype: torch.dtype) -> None:
     value = 1.0 if dtype == torch.bfloat16 else 8.0
     bag, optimizer = train_one_row(kind, dtype, value)

@@ -193,6 +193,7 @@ def test_runs_of_other_data_are_refused(dense: Path, config_file: Path, tmp_path
         (["train", "--config", "{config}", "training.task_weights=[1, 2, 3]"], "3 numbers and {data} the labels label: give one"),
         (["train", "--config", "{config}", "tables.start=vectors"], "preprocess with --order similarity"),
         (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint: give a run's folder"),
+        (["train", "--config", "{config}", "training.teacher={tmp}/nowhere"], "holds no checkpoint"),
         (["evaluate", "--checkpoint", "{tmp}", "--data", "{data}", "--split", "exam"], "split 'exam' is not in"),
         (["train", "--config", "{config}", "ranks.early_steps=3", *DENSE], "tables nor linear layers have any: add ranks=none"),
         (["serve", "--model", "{tmp}"], "is a folder: give a MODEL.pt2 that `comera export` wrote from it"),
@@ -201,6 +202,7 @@ def test_runs_of_other_data_are_refused(dense: Path, config_file: Path, tmp_path
         (["compress", "tables.format=dense"], "tables.format is 'dense': compressing needs 'tt'"),
         (["compress", "model.over_arch=[16]"], "other sizes of [model]"),
         (["compress", "--output", "{dense}"], "holds checkpoints already"),
+        (["compress", "--checkpoint", "{tmp}/nowhere"], "holds no checkpoint"),
         pytest.param(
             ["train", "--config", "{config}", "training.device=cuda"],
             "training.device is cuda but torch sees no GPU",
