@@ -24,6 +24,7 @@ from comera_rec.nn import (
     TTTable,
     compressed_linears,
     keep_buffers_hooks_and_mode_,
+    leave_fast_paths_,
     parameter_owners,
     replace_modules_,
 )
@@ -136,7 +137,9 @@ def compress_(
         if not tt_layers:
             raise _nothing_compressed("linear layer", reasons, "lower min_features or the ranks, or leave linears out")
         replacements |= tt_layers
-    return replace_modules_(model, replacements)
+    model = replace_modules_(model, replacements)
+    leave_fast_paths_(model)
+    return model
 
 
 def _nothing_compressed(kind: str, reasons: Mapping[str, str], remedy: str) -> UserError:

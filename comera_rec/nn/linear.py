@@ -105,7 +105,7 @@ class TTLinear(TTModule):
     def weight(self) -> Tensor:
         """The dense weight [out_features, in_features], formed at every access.
 
-        For code that reads a layer's weight instead of calling it, such as torch's transformer layers in evaluation.
+        For code that reads a layer's weight instead of calling it.
         """
         return self.dense_matrix().mT
 

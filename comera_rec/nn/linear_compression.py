@@ -140,6 +140,17 @@ def compressed_linears(
     return replacements, reasons
 
 
+def leave_fast_paths_(model: nn.Module) -> None:
+    """Make torch's encoders call their TT layers in evaluation, too: its fast path reads the weights instead."""
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer)]
+    for encoder in encoders:
+        if any(isinstance(part, TTLinear) for part in encoder.modules()):
+            if isinstance(encoder, nn.TransformerEncoder):
+                encoder.use_nested_tensor = False
+            else:
+                encoder.activation_relu_or_gelu = 0  # neither of those that the fast path knows
+
+
 def _merging_adapter(model: nn.Module, name: str) -> str | None:
     """Return why the layer of an adapter of Hugging Face's PEFT stays dense, or None if a layer isn't one."""
     parent, _, child = name.rpartition(".")
