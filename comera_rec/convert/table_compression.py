@@ -21,7 +21,8 @@ class TableCompression:
     """Settings of `comera_rec.compress_`: which tables become TT tables, and how small.
 
     Attributes:
-        tt_ranks: one rank for all bonds, or one for each. Give at most one of `tt_ranks` and `compression`; default rank 16.
+        tt_ranks: one rank for all bonds, or one for each. Give at most one of `tt_ranks` and `compression`; default rank 16, or
+            with `hot_rows` "auto" the number of parameters that rank 16 has.
         compression: least ratio of dense to compressed parameters of all tables together, those that stay dense included. All TT
             tables then have one rank, the largest that reaches it.
         order: number of cores, 2 to 4. Default 2, or one more than `tt_ranks` has entries; with `compression` the lowest order at
@@ -75,7 +76,11 @@ class TableCompression:
             ValueError: if not even rank 1 reaches the compression.
         """
         large, total, small = self._large_tables(tables, dense)
-        budget = total / self.compression - small - others if self.compression is not None and large else None
+        budget: float | None = None
+        if large and self.compression is not None:
+            budget = total / self.compression - small - others
+        elif large and self.hot_rows == "auto" and self.tt_ranks is None:
+            budget = self._params([tables[k] for k in large], None, self.order)
         shares = AUTO_SHARES if self.hot_rows == "auto" and budget is not None else (self._least_share,)
         for share in shares:
             hot, shapes = self._sizes([tables[k] for k in large], budget, share, [k not in unordered for k in large])
@@ -148,7 +153,7 @@ class TableCompression:
                 break
         return best[1]
 
-    def _params(self, tables: Sequence[BaseEmbeddingConfig], rank: int, order: int) -> int:
+    def _params(self, tables: Sequence[BaseEmbeddingConfig], rank: int | None, order: int | None) -> int:
         return sum(self._shape(table, rank, order).num_params for table in tables)
 
 

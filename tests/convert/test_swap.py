@@ -183,12 +183,13 @@ def test_tables_of_one_name_have_their_own_orders() -> None:
         refuse(message, compress_, Nested(), tables=config, init="tt_svd", **{argument: {"t_user": torch.arange(400)}})
 
 
-@pytest.mark.parametrize("hot_rows", [0, 0.3, 0.8, "auto"])
-def test_hot_rows_and_tt_tables_share_one_budget(hot_rows: float | str) -> None:
-    """What ranks leave unused goes to rows, so the budget is filled."""
-    config = TableCompression(compression=5, min_rows=100, hot_rows=hot_rows)  # type: ignore[arg-type]
+@pytest.mark.parametrize("hot_rows, compression", [(0, 5), (0.3, 5), (0.8, 5), ("auto", 5), ("auto", None)])
+def test_hot_rows_and_tt_tables_share_one_budget(hot_rows: float | str, compression: float | None) -> None:
+    """What ranks leave unused goes to rows, so the budget is filled; without a compression, it is what rank 16 takes."""
+    config = TableCompression(compression=compression, min_rows=100, hot_rows=hot_rows)  # type: ignore[arg-type]
     swapped = compress_(collection(), tables=config)
-    budget = sum(LIMITS.values()) * 16 / 5
+    of_rank_16 = compress_(collection(), tables=TableCompression(min_rows=100))
+    budget = sum(LIMITS.values()) * 16 / compression if compression else sum(p.numel() for p in of_rank_16.parameters())
     assert 0.75 * budget <= sum(parameter.numel() for parameter in swapped.parameters()) <= budget
     row_params = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
     tt_params = sum(p.numel() for name, p in swapped.named_parameters() if "tt_bags." in name)
