@@ -42,6 +42,9 @@ from comera_rec.tt import TTShape
 from data_pipeline.errors import UserError
 
 _FLOPS = {"cpu": 5e7, "cuda": 1e10}  # per ms, for products as small as these; an order of magnitude is enough to compare plans
+_GLOO = 2e6  # bytes per ms between processes of CPUs, for which TorchRec's topology has the bandwidth of GPUs' links
+_EXCHANGE = {ShardingType.TABLE_WISE.value: 3.0, ShardingType.ROW_WISE.value: 6.0}
+"""ms that gloo and Python take for a step's exchanges of ids and bags, however few there are; a collection's tables share them."""
 _ITEM = 4  # bytes of a float32, the type of bags and of a lookup's workspace whatever the table's type
 ADAM_STATES = 2
 _BUCKETS = 2  # copies of replicas' gradients that DistributedDataParallel holds while it rebuilds its buckets after the first step
@@ -234,7 +237,8 @@ class TTEnumerator(EmbeddingEnumerator):
         for kind in kinds:
             if kind not in allowed_types or not shards[kind]:
                 continue
-            storage, perf = self._estimate(kind, config, shape, hot_params, sum(pooling) * self._batch_size)
+            ids = sum(pooling) * self._batch_size
+            storage, perf = self._estimate(kind, config, shape, hot_params, ids, len(collection.tt_configs()))
             options.append(
                 ShardingOption(
                     name=config.name,
@@ -261,9 +265,9 @@ class TTEnumerator(EmbeddingEnumerator):
         return options
 
     def _estimate(
-        self, kind: str, config: TTEmbeddingBagConfig, shape: TTShape, hot_params: int, ids: float
+        self, kind: str, config: TTEmbeddingBagConfig, shape: TTShape, hot_params: int, ids: float, num_tables: int
     ) -> tuple[Storage, Perf]:
-        """Estimate the storage and time of a shard when each process has `ids` ids of the table."""
+        """Estimate the storage and time of a shard when each process has `ids` ids of the table, which is one of `num_tables`."""
         world, item = self._world_size, DTYPES[config.data_type].itemsize
         others, lengths = (world - 1) / world, self._batch_size * len(config.feature_names)
         params, leading = float(shape.num_params + hot_params), float(math.prod(shape.core_shapes[0][1:]))
@@ -285,10 +289,13 @@ class TTEnumerator(EmbeddingEnumerator):
         on_gpu = self._compute_device != "cpu"
         bandwidth = self._topology.hbm_mem_bw if on_gpu else self._topology.ddr_mem_bw
         network = self._topology.inter_host_bw if world > self._local_world_size else self._topology.intra_host_bw
+        waiting = 0.0
+        if not on_gpu:
+            network, waiting = min(network, _GLOO), _EXCHANGE.get(kind, 0.0) / num_tables
         compute = (workspace + per_process * item) / bandwidth + 2.0 * lookups * products / _FLOPS["cuda" if on_gpu else "cpu"]
         perf = Perf(
             fwd_compute=compute,
-            fwd_comms=(sent_ids + sent_bags) / network,
+            fwd_comms=(sent_ids + sent_bags) / network + waiting,
             # The optimizer reads the gradient, and reads and writes all others.
             bwd_compute=2 * compute + per_process * item * (3 + 2 * self._optimizer_states) / bandwidth,
             bwd_comms=(sent_bags + 2 * others * replicated * item) / network,  # ring all-reduce
