@@ -112,11 +112,11 @@ def summary_table(runs: list[Run]) -> str:
     """Return the comparison as text, one line per run, followed by a line that relates it to the dense run."""
     baseline = _baseline(runs)
     rows = [["run", *(column.title for column in COLUMNS)]]
-    splits = {run.value("split") for run in runs if run.result}
+    tested = {(run.value("split"), run.value("rows")) for run in runs if run.result}
     for run in runs:
         cells = [_cell(column, run, baseline) for column in COLUMNS]
-        split = f" ({run.value('split')} split)" if len(splits) > 1 else ""
-        name = f"{run.name}{split}" if run.result else f"{run.name} (step {run.step}, not finished)"
+        data = f" ({run.value('split')} split, {run.value('rows'):,} rows)" if run.result and len(tested) > 1 else ""
+        name = f"{run.name}{data}" if run.result else f"{run.name} (step {run.step}, not finished)"
         rows.append([name, *(value for value, _ in cells)])
         if any(relative for _, relative in cells):
             rows.append([f"  vs {BASELINE}", *(relative or "-" for _, relative in cells)])

@@ -110,8 +110,9 @@ def test_summary_table(dense: Path, compressed: Path, running: Path) -> None:
     assert lines[2] == ["dense", "3,216,000", "12.27 MiB", "12.27 MiB", "0.7500", "0.8500", "0.4400", "20.0", "1,000"]
     assert lines[3][:5] == ["compressed", "50,567", "197.53 KiB", "197.53 KiB", "0.7479"]
     assert lines[4] == ["", "vs dense", *["63.6x smaller"] * 3, "-0.0021", "+0.0000", "+0.0000", "0.5x", "0.25x"]
-    other = write_run(compressed.parent / "other", [], split="val")
-    assert "compressed (test split)" in summary_table(read_runs([dense, compressed, other]))
+    for name, where in ("other", {"split": "val"}), ("later", {"rows": 60}):
+        other = write_run(compressed.parent / name, [], **where)
+        assert "compressed (test split, 50 rows)" in summary_table(read_runs([dense, compressed, other]))
     assert lines[5] == ["running (step 300, not finished)", "-", "-", "-", "0.7300", "0.9000", "0.4500", "-", "-"]
 
 
