@@ -225,6 +225,15 @@ def test_close_to_the_best_of_all_choices(seed: int) -> None:
     assert actual >= 0.9 * max(map(value, fitting))
 
 
+def test_of_the_exchanges_that_fill_a_budget_the_one_that_loses_least_is_taken() -> None:
+    """A rank of the first table makes room for one of either of the others."""
+    tables = [TTShape((15, 10), (2, 2), 3), TTShape((15, 15), (2, 2), 3), TTShape((16, 15), (2, 2), 3)]  # a rank: 51, 61, 63
+    scores = [[torch.tensor([9.0, 8.0, 3.0])], [torch.tensor([9.0, 8.0, 5.0])], [torch.tensor([9.0, 8.0, 1.0])]]
+    for exact, expected in (False, [2, 2, 2]), (True, [1, 3, 2]):
+        masks = within_budget(tables, scores, 2 * (51 + 61 + 63) + 12, exact=exact)
+        assert [int(mask.sum()) for each in masks for mask in each] == expected
+
+
 def test_a_lasting_module_is_emptied_only_if_the_budget_leaves_no_choice_and_least_ranks_stay() -> None:
     table, block = TTShape((10, 10), (4, 4), 2), TTShape((50, 1), (1, 16), 2)
     scores = [[torch.tensor([1e-6, 1e-6])], [torch.tensor([9.0, 8.0])]]
