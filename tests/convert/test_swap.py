@@ -183,7 +183,7 @@ def test_tables_of_one_name_have_their_own_orders() -> None:
         refuse(message, compress_, Nested(), tables=config, init="tt_svd", **{argument: {"t_user": torch.arange(400)}})
 
 
-@pytest.mark.parametrize("hot_rows, compression", [(0, 5), (0.3, 5), (0.8, 5), ("auto", 5), ("auto", None)])
+@pytest.mark.parametrize(("hot_rows", "compression"), [(0, 5), (0.3, 5), (0.8, 5), ("auto", 5), ("auto", None)])
 def test_hot_rows_and_tt_tables_share_one_budget(hot_rows: float | str, compression: float | None) -> None:
     """What ranks leave unused goes to rows, so the budget is filled; without a compression, it is what rank 16 takes."""
     config = TableCompression(compression=compression, min_rows=100, hot_rows=hot_rows)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def test_tables_of_both_kinds_share_one_plan_that_follows_constraints(kind: str)
     assert placed["dense"].compute_kernel != "customized_kernel"
 
 
-@pytest.mark.parametrize("tables, rows, kind", [(2, 30_000, "data_parallel"), (26, 1_000_000, "table_wise")])
+@pytest.mark.parametrize(("tables", "rows", "kind"), [(2, 30_000, "data_parallel"), (26, 1_000_000, "table_wise")])
 def test_tables_are_replicated_where_that_costs_less_than_exchanging_bags(tables: int, rows: int, kind: str) -> None:
     placed = plan(model(*(table(f"t{k}", rows, 16, dim=16) for k in range(tables))), batch=2048).plan["0"]
     assert {each.sharding_type for each in placed.values()} == {kind}
