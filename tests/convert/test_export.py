@@ -131,7 +131,11 @@ def test_every_layer_and_the_total_equal_the_state_dict(name: str) -> None:
 
 
 def test_to_dict_is_plain_and_to_markdown_has_a_row_per_layer() -> None:
-    report = cr.compression_report(dlrm())
+    model = dlrm()
+    report = cr.compression_report(model)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | cr.TTLinear)}
+    assert {layer.name for layer in report.layers if layer.kind == "linear"} == linears.keys()
+    assert {layer.format for layer in report.layers if layer.ranks is None} == {"dense"}
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["params"] == report.total("params")
     assert plain["table_bytes"] == report.total("bytes", kind="table")

@@ -155,6 +155,13 @@ def test_given_orders_count_in_the_compression() -> None:
     # Orders that are chosen leave room for the tables.
     chosen = cr.TableCompression(compression=few, min_rows=1)
     assert cr.compress_(dense(rows), tables=chosen, init="tt_svd", row_order="similarity").tt_bag("groups").row_order is None
+    small = {"groups": rows["groups"], "small": torch.randn(2000, DIM)}
+    most = cr.TableCompression(min_rows=3000).most_compression(dense(small).embedding_bag_configs())
+    chosen = cr.TableCompression(compression=most, min_rows=3000)
+    assert cr.compress_(dense(small), tables=chosen, init="tt_svd", row_order="similarity").tt_bag("groups").row_order is None
+    importance = dict.fromkeys(rows, torch.rand(4000).square())
+    weighted = cr.compress_(dense(rows), tables=tables, init="tt_svd", row_order="similarity", importance=importance)
+    assert weighted.tt_bag("groups").row_order.equal(similar_rows(rows["groups"], importance["groups"]).int())
     optimizer = torch.optim.Adam(model.parameters())
     ranks = cr.RankConfig(early_steps=1, late_steps=2, target_compression=12.0, truncate_every=1)
     scheduler = cr.RankScheduler(model, optimizer, ranks)
