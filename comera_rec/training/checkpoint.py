@@ -15,6 +15,7 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +180,17 @@ def _mapped(size: torch.Size, dtype: torch.dtype) -> Tensor:
         raise UserError(f"{reason}: set TMPDIR to a larger folder") from error
 
 
+def _member(kind: type, name: str) -> Enum:
+    """Return a member of an enum, as which early releases of Python 3.11 pickle `getattr(kind, name)`."""
+    if not issubclass(kind, Enum):
+        raise pickle.UnpicklingError(f"its .metadata names {kind.__name__}.{name}, which describes no tensor")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"its .metadata names {module}.{name}, which describes no tensor")
         return super().find_class(module, name)

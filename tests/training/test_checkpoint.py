@@ -8,6 +8,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -164,6 +165,23 @@ def test_a_checkpoint_from_elsewhere_runs_no_code(is_tensor: bool, tmp_path: Pat
     folder = crafted(tmp_path / "step_00000001", state, lambda metadata: None if is_tensor else Touch(made))
     refuse(r"cannot be loaded \(its \.metadata names .*, which describes no tensor\)", open_checkpoint, folder)
     assert not made.exists()
+
+
+class Getattr:
+    """Is pickled as an attribute of an object, which may be a function."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (torch.Size, "numel")
+
+
+def test_enums_of_the_first_releases_of_python_3_11_are_read(tmp_path: Path) -> None:
+    """They are pickled as attributes of their classes."""
+    with patch.object(Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))):
+        folder = crafted(tmp_path / "step_00000001", {"weight": torch.arange(2.0)}, lambda metadata: None)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert open_checkpoint(folder).read(["weight"])["weight"].tolist() == [0, 1]
+    other = crafted(tmp_path / "step_00000002", WEIGHTS, lambda metadata: Getattr())
+    refuse(r"cannot be loaded \(its \.metadata names .*, which describes no tensor\)", open_checkpoint, other)
 
 
 def place(metadata: Metadata, **values: object) -> None:
