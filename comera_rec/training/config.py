@@ -96,7 +96,7 @@ class OptimizerConfig:
 
     Attributes:
         name: "adam", "adamw" or "adagrad". On CPU, Adam's moments of TT tables change only for slices that a batch uses, as with
-            `torch.optim.SparseAdam`, except in replicas and where updates in backward are off.
+            `torch.optim.SparseAdam`, except in what row-wise sharding replicates and where updates in backward are off.
         lr_dense: learning rate of MLP weights and biases.
         lr_cores: learning rate of TT cores.
         lr_ranks: learning rate of the rank parameters D_k, which start at 1; with Adam, about the most that a step changes them.

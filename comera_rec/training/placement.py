@@ -19,6 +19,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from comera_rec.distributed import WORLD, launcher_number
 from comera_rec.nn import named_tt_modules
 from comera_rec.rank.tt_modules import gather_tt_modules
+from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
 from comera_rec.training.config import RunConfig
 from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_, require_fusible_tables
@@ -90,11 +91,13 @@ def _shard(model: nn.Module, device: torch.device, batch_size: int, lr_tables: f
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": lr_tables}
     dense_sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     sharders: list[Any] = [TTEmbeddingBagCollectionSharder(dense_sharder), dense_sharder]
-    # A replicated dense table would have a dense gradient, and an optimizer different from the others'.
+    # A replicated dense table would have a dense gradient, and an optimizer different from the others'. Replicas of TT tables would
+    # change in slices that no batch uses, by weight decay and by Adam's moments, as on CPUs those of one process don't.
+    kinds = (EmbeddingBagCollection, TTEmbeddingBagCollection) if device.type == "cpu" else EmbeddingBagCollection
     constraints = {
         config.name: ParameterConstraints(sharding_types=["table_wise", "row_wise"])
         for module in model.modules()
-        if isinstance(module, EmbeddingBagCollection)
+        if isinstance(module, kinds)
         for config in module.embedding_bag_configs()
     }
     local_world_size = min(launcher_number("LOCAL_WORLD_SIZE", WORLD.size), WORLD.size)
