@@ -277,6 +277,21 @@ def frozen_and_refused(rank: int) -> None:
         refuse(message, by_hand, model, row_wise() if isinstance(way, type) else way)
 
 
+def train_16_bits(rank: int, kind: str, dtype: torch.dtype) -> Tensor:
+    model = Model("bags").to(dtype)
+    _apply_optimizer_in_backward(torch.optim.Adagrad, model.parameters(), {"lr": 0.02})
+    return torch.stack(train(shard(model, {"t": kind}), 4, [rank]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_of_16_bits_move_as_float32_ones_nearly_do(kind: str, dtype: torch.dtype) -> None:
+    one, other = run(2, train_16_bits, kind, dtype)
+    exact, _ = run(2, train_16_bits, kind, torch.float32)
+    assert torch.equal(one, other)
+    assert (one.float() - exact).norm() < 0.1 * (exact - exact[0]).norm()
+
+
 def test_frozen_tables_are_looked_up_and_plans_and_optimizers_that_tables_cannot_follow_are_refused() -> None:
     run(2, frozen_and_refused)
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from in_backward import RowWiseAdagrad, _apply_optimizer_in_backward, param_to_o
 from refusals import refuse
 from torch import Tensor, nn
 
+from comera_rec.ops.bags.updates import init_state_, step_
 from comera_rec.tt import TTShape, row_digits
 
 SHAPES = {
@@ -245,6 +247,43 @@ def test_row_wise_sums_of_bfloat16_cores_are_float32_after_loading_too() -> None
     assert {sums.dtype for sums in after} == {torch.float32}
     assert (torch.cat(after) >= torch.cat(before)).all()
     assert sum(map(torch.sum, after)) > sum(map(torch.sum, before))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "settings"),
+    [
+        *product((torch.bfloat16, torch.float16), (SGD, ADAGRAD, RowWiseAdagrad), ({}, {"weight_decay": 0.1})),
+        *product((torch.bfloat16,), (ADAM, ADAMW), ({}, {"weight_decay": 0.1})),
+    ],
+)
+@pytest.mark.parametrize("size", [(2, 500, 3, 20), (4000, 1)])
+def test_steps_of_gradients_of_16_bits_are_exact_in_the_mean(
+    dtype: torch.dtype, kind: type, settings: dict[str, Any], size: tuple[int, ...]
+) -> None:
+    """Small steps aren't lost, zeros among the gradients are no faults, and replicas are rounded alike."""
+    gradient = torch.full(size, 2.0**-7)
+    gradient.view(-1)[::7] = 0
+    if len(size) == 4:
+        gradient[:, 0] = 0
+    moved = []
+    for each in (torch.float32, dtype, dtype):
+        parameter = nn.Parameter(torch.full(size, 0.9, dtype=dtype).to(each))
+        optimizer = kind([parameter], lr=1e-4 if kind is not SGD else 1e-2, **settings)
+        init_state_(optimizer, parameter)
+        before, data = parameter.detach().float().clone(), parameter.data_ptr()
+        for _ in range(3):
+            parameter.grad = gradient.to(each)
+            step_(optimizer, parameter)
+        assert parameter.data_ptr() == data
+        states = {value.dtype for value in optimizer.state[parameter].values() if value.shape == size}
+        assert states <= {each}
+        moved.append(parameter.detach().float() - before)
+    exact, rounded, again = moved
+    assert torch.equal(rounded, again)
+    assert 0 < exact.abs().max() < 5e-3
+    spread = torch.finfo(dtype).eps / rounded.numel() ** 0.5
+    torch.testing.assert_close(rounded.mean(), exact.mean(), rtol=0.02, atol=4 * spread)
+    assert len(size) < 4 or not rounded[:, 0].any()
 
 
 def train_by_step(kind: type, settings: dict[str, Any], tables: nn.ModuleList, batches: list[Batch]) -> nn.ModuleList:

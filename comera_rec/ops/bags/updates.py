@@ -309,10 +309,46 @@ def init_state_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
 
 @torch.no_grad()
 def step_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
-    """Let an optimizer take its step for the gradient of its only parameter, in the slices of a core that have one."""
+    """Let an optimizer take its step for the gradient of its only parameter, in the slices of a core that have one.
+
+    With 16 bits it is taken in float32 and rounded stochastically, by random numbers that replicas share, as their gradient.
+    """
+    narrow, gradient, state = parameter.data, parameter.grad, optimizer.state[parameter]
+    assert gradient is not None, "the step needs a gradient"
+    if narrow.dtype.itemsize != 2:
+        _step_slices_(optimizer, parameter)
+        return
+    states = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dtype == narrow.dtype}
+    state |= {name: value.float() for name, value in states.items()}
+    _set_(parameter, narrow.float(), gradient.float())
+    _step_slices_(optimizer, parameter)
+    seed = int(gradient.float().view(torch.int32).sum(dtype=torch.int64))  # exact, whatever the order
+    generator = torch.Generator(narrow.device).manual_seed(seed)
+    for old, new in [(narrow, parameter.data), *((value, state[name]) for name, value in states.items())]:
+        old.copy_(_rounded_at_random(new, old.dtype, generator))
+    state |= states
+    _set_(parameter, narrow, gradient)
+
+
+def _set_(parameter: nn.Parameter, data: Tensor, gradient: Tensor) -> None:
+    parameter.grad = None
+    parameter.data = data
+    parameter.grad = gradient
+
+
+def _rounded_at_random(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Round float32 numbers to one of the two nearest of 16 bits such that the mean is exact, as `round_at_random` in slices.h."""
+    bits = 16 if dtype == torch.bfloat16 else 13  # that are dropped
+    noise = torch.randint(1 << bits, values.shape, generator=generator, dtype=torch.int32, device=values.device)
+    rounded = (values.view(torch.int32) + noise & -1 << bits).view(torch.float32)
+    if dtype == torch.float16:
+        rounded = torch.where(values.abs() < 2**-14, values + (noise / (1 << bits) - 0.5) * 2**-24, rounded)
+    return torch.where(values.isfinite(), rounded, values).to(dtype)
+
+
+def _step_slices_(optimizer: Optimizer, parameter: Any) -> None:
     kind, (group,), state, gradient = kind_of(optimizer), optimizer.param_groups, optimizer.state[parameter], parameter.grad
     assert kind is not None, "the optimizer isn't of a known kind"
-    assert gradient is not None, "the step needs a gradient"
     if parameter.dim() != 4:
         optimizer.step()
         return
