@@ -66,7 +66,8 @@ def compress_(
     (B bags, N columns of a table, L ids, I and O features.)
 
     Compress before you shard the model, and build the optimizer afterwards, because TT modules have new parameters. Small tables
-    of a collection keep theirs. Whatever is frozen stays frozen, and dtypes, devices, training modes, buffers and hooks are kept.
+    of a collection keep theirs. Whatever is frozen stays frozen, and dtypes, devices, training modes, buffers and hooks are kept;
+    TT tables of TorchRec's data type BF16 are of bfloat16, though it makes weights of float16 for it.
     Linear layers that share a weight share cores afterwards.
 
     A table or layer stays dense if another module has its weight, such as an output layer tied to an embedding, or a list of Python
@@ -351,7 +352,9 @@ def _collection(module: Any, configs: list[Any], replaced: list[_Replaced]) -> n
             if (std := std_of(layers[name].weight)) is not None:  # the config says how they were drawn
                 bag.std = std
                 bag.reset_parameters()
-            _take_place_(bag.to(layers[name].weight.dtype), layers[name], name, replaced)
+            if (bag.core_0.dtype, layers[name].weight.dtype) != (torch.bfloat16, torch.float16):  # which TorchRec makes for BF16
+                bag.to(layers[name].weight.dtype)
+            _take_place_(bag, layers[name], name, replaced)
         else:
             layers_of(collection.dense_bags)[name] = layers[name]
     return compressed

@@ -16,6 +16,7 @@ from refusals import refuse
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 import comera_rec as cr
@@ -113,6 +114,14 @@ def test_types_buffers_modes_and_what_is_frozen_are_kept(is_trained: bool) -> No
     for name, bag in exported["bags"].embedding_bags.items():
         assert bag.weight.dtype == torch.float64
         assert bag.weight.requires_grad == old[name.removeprefix("t_")].weight.requires_grad
+
+
+@pytest.mark.parametrize(("data_type", "dtype"), [(DataType.BF16, torch.bfloat16), (DataType.FP16, torch.float16)])
+def test_tables_have_the_16_bits_of_their_config(data_type: DataType, dtype: torch.dtype) -> None:
+    """TorchRec makes weights of float16 for both."""
+    tables = [EmbeddingBagConfig(name="t", num_embeddings=400, embedding_dim=16, feature_names=["f"], data_type=data_type)]
+    model = compress_(EmbeddingBagCollection(tables), tables=TABLES)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
 def test_tables_that_share_their_weight_stay_dense(caplog: pytest.LogCaptureFixture) -> None:

@@ -114,9 +114,9 @@ def _builder(table: str, parameter: nn.Parameter) -> Callable[[nn.Parameter], Op
         is_known = False
     if not is_known:
         raise UserError(
-            f"{table} has {kinds[0].__name__} with {settings} in backward, which sharded TT tables don't support: apply SGD "
-            "without momentum, Adagrad, RowWiseAdagrad, Adam or AdamW (without amsgrad, not of float16), or give tables to an "
-            "optimizer when sharded"
+            f"{table} has {kinds[0].__name__} with {settings} in backward, which sharded TT tables of {parameter.dtype} don't "
+            "support: apply SGD without momentum, Adagrad, RowWiseAdagrad, Adam or AdamW (without amsgrad, not of float16), or give "
+            "tables to an optimizer when sharded"
         )
     return build
 
