@@ -115,8 +115,8 @@ def _builder(table: str, parameter: nn.Parameter) -> Callable[[nn.Parameter], Op
     if not is_known:
         raise UserError(
             f"{table} has {kinds[0].__name__} with {settings} in backward, which sharded TT tables of {parameter.dtype} don't "
-            "support: apply SGD without momentum, Adagrad, RowWiseAdagrad, Adam or AdamW (without amsgrad, not of float16), or give "
-            "tables to an optimizer when sharded"
+            "support: apply SGD without momentum, Adagrad, RowWiseAdagrad, Adam or AdamW (without amsgrad, not of float16), or "
+            "give tables to an optimizer when sharded"
         )
     return build
 
