@@ -28,6 +28,7 @@ from comera_rec.nn import (
     parameter_owners,
     replace_modules_,
 )
+from comera_rec.nn.linear_compression import adapter_reason
 from comera_rec.nn.replacement import reason_to_stay_dense, require_no_optimizer, require_values
 from comera_rec.nn.tt_module import std_of
 from comera_rec.nn.tt_table import require_plain_rows
@@ -65,9 +66,10 @@ def compress_(
 
     (B bags, N columns of a table, L ids, I and O features.)
 
-    Compress before you shard the model, and build the optimizer afterwards, because TT modules have new parameters. Small tables
-    of a collection keep theirs. Whatever is frozen stays frozen, and dtypes, devices, training modes, buffers and hooks are kept;
-    TT tables of TorchRec's data type BF16 are of bfloat16, though it makes weights of float16 for it.
+    Give the whole model: ties to weights outside of what is given are lost. Compress before you shard the model, and build the
+    optimizer afterwards, because TT modules have new parameters. Small tables of a collection keep theirs. Whatever is frozen stays
+    frozen, and dtypes, devices, training modes, buffers and hooks are kept. TT tables of data type BF16 are of bfloat16, although
+    TorchRec's weights for it are of float16.
     Linear layers that share a weight share cores afterwards.
 
     A table or layer stays dense if another module has its weight, such as an output layer tied to an embedding, or a list of Python
@@ -313,7 +315,11 @@ def _reasons_to_stay_dense(model: nn.Module, tables: Collection[_Table], init: s
     owners, paths = parameter_owners(model, whole), dict[nn.Module, list[str]]()
     for name, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(name)
-    return {k: reason for k, table in enumerate(tables) if (reason := _reason_to_stay_dense(table, owners, paths, init))}
+    reasons = {
+        k: adapter_reason(model, paths[table.layer][0]) or _reason_to_stay_dense(table, owners, paths, init)
+        for k, table in enumerate(tables)
+    }
+    return {k: reason for k, reason in reasons.items() if reason}
 
 
 def _reason_to_stay_dense(

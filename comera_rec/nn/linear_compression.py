@@ -114,7 +114,7 @@ def compressed_linears(
     }
     owners = parameter_owners(model)
     dense = {
-        module: _merging_adapter(model, name) or reason_to_stay_dense(module, owners, linears, init=init)
+        module: adapter_reason(model, name) or reason_to_stay_dense(module, owners, linears, init=init)
         for module, name in linears.items()
     }
     others = [module for module, reason in dense.items() if reason is None]
@@ -151,10 +151,11 @@ def leave_fast_paths_(model: nn.Module) -> None:
                 encoder.activation_relu_or_gelu = 0  # neither of those that the fast path knows
 
 
-def _merging_adapter(model: nn.Module, name: str) -> str | None:
-    """Return why the layer of an adapter of Hugging Face's PEFT stays dense, or None if a layer isn't one."""
-    parent, _, child = name.rpartition(".")
-    is_adapted = child == "base_layer" and hasattr(model.get_submodule(parent), "merge")
+def adapter_reason(model: nn.Module, name: str) -> str | None:
+    """Return why a layer in an adapter of Hugging Face's PEFT stays dense, its own or the adapted one; None if it is in none."""
+    path = name.split(".")
+    around = (model.get_submodule(".".join(path[:length])) for length in range(len(path)))
+    is_adapted = any(hasattr(module, "base_layer") and hasattr(module, "merge") for module in around)
     return "an adapter merges into its weight: compress first, then add adapters" if is_adapted else None
 
 

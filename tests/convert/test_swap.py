@@ -335,9 +335,17 @@ def test_layers_that_share_a_weight_stay_dense_together() -> None:
     compress_(model, linears=LINEARS)
     assert model[1].weight is model[0].weight
     assert isinstance(model[2], cr.TTLinear)
-    adapted = nn.ModuleDict({"base_layer": nn.Linear(64, 64)})  # as PEFT's
+
+
+@pytest.mark.parametrize(
+    ("layer", "options"), [(nn.Linear(128, 128), {"linears": LINEARS}), (nn.Embedding(400, 16), {"tables": TABLES})]
+)
+def test_layers_in_adapters_stay_dense(layer: nn.Module, options: dict[str, Any]) -> None:
+    """As PEFT's: the layer that is adapted, and what is added to it."""
+    adapted = nn.ModuleDict({"base_layer": layer, "lora_A": nn.ModuleDict({"default": copy.deepcopy(layer)})})
     adapted.merge = lambda: None
-    refuse(r"was compressed \('base_layer': an adapter merges into its weight", compress_, adapted, linears=LINEARS)
+    names = r"'0\.base_layer', '0\.lora_A\.default'"
+    refuse(rf"was compressed \({names}: an adapter merges into its weight", compress_, nn.Sequential(adapted), **options)
 
 
 def test_hooks_run_or_tables_stay_dense_and_exported_models_have_them() -> None:
