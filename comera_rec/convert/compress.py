@@ -384,7 +384,7 @@ def _take_place_(table: TTTable, layer: nn.Embedding | nn.EmbeddingBag, name: st
 def _fit_(tables: list[TTTable], weights: list[Tensor], compression: TableCompression, importance: list[Tensor | None]) -> None:
     """Let TT tables start from the rows of those that they replace, at the size that they have together or, if given, ranks."""
     size = sum(parameter.numel() for table in tables for parameter in table.parameters())
-    fit_tables_(tables, weights, None if compression.compression is None else size, importance)
+    fit_tables_(tables, weights, size if compression.shares_size else None, importance)
 
 
 def _require_finite(weight: Tensor, name: str) -> None:

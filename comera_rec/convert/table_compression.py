@@ -25,8 +25,8 @@ class TableCompression:
             with `hot_rows` "auto" the number of parameters that rank 16 has.
         compression: least ratio of dense to compressed parameters of all tables together, those that stay dense included. All TT
             tables then have one rank, the largest that reaches it.
-        order: number of cores, 2 to 4. Default 2, or one more than `tt_ranks` has entries; with `compression` the lowest order at
-            which the rank reaches 8, or else the one with the largest rank.
+        order: number of cores, 2 to 4. Default 2, or one more than `tt_ranks` has entries; with `compression`, or `hot_rows` "auto"
+            without ranks, the lowest order at which the rank reaches 8, or else the one with the largest rank.
         min_rows: tables with fewer rows stay dense.
         dense_tables: names of tables that stay dense whatever their size; of a layer of torch, its fully qualified name.
         hot_rows: share of the parameters of TT tables, from 0 to below 1, that is spent on hot rows, narrow ones for as many ids as
@@ -79,7 +79,7 @@ class TableCompression:
         budget: float | None = None
         if large and self.compression is not None:
             budget = total / self.compression - small - others
-        elif large and self.hot_rows == "auto" and self.tt_ranks is None:
+        elif large and self.shares_size:
             budget = self._params([tables[k] for k in large], None, self.order)
         shares = AUTO_SHARES if self.hot_rows == "auto" and budget is not None else (self._least_share,)
         for share in shares:
@@ -109,6 +109,11 @@ class TableCompression:
         orders = (self.order,) if self.order else (2, 3, 4)
         least = min(self._params([tables[k] for k in large], 1, order) for order in orders)
         return math.floor(10 * total / (small + others + least / (1 - self._least_share))) / 10
+
+    @property
+    def shares_size(self) -> bool:
+        """Whether ranks and hot rows follow from the size of all tables together."""
+        return self.compression is not None or (self.hot_rows == "auto" and self.tt_ranks is None)
 
     @property
     def _least_share(self) -> float:

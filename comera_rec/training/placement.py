@@ -21,7 +21,7 @@ from comera_rec.nn import named_tt_modules
 from comera_rec.rank.tt_modules import gather_tt_modules
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
-from comera_rec.training.config import RunConfig
+from comera_rec.training.config import OptimizerConfig, RunConfig
 from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_, require_fusible_tables
 from comera_rec.training.start import StartingVectors
 from comera_rec.training.state import TrainingState
@@ -49,7 +49,6 @@ def place(
         ValueError: if a model is given and there are several processes.
         PlannerError: naming a table and what would make it fit, if the tables don't fit.
     """
-    lr = config.optimizer.lr_tables
     if WORLD.several and model is not None:
         raise UserError("a run that continues another one starts on one process: stop it by Ctrl-C, then repeat it on several")
     # On the meta device at first: so initial values don't depend on the number of processes, and dense tables, which may be too
@@ -60,11 +59,11 @@ def place(
         start.set_tt_tables_(whole)
     tables: list[KeyedOptimizer]
     if WORLD.several:
-        placed = _shard(whole, device, batch_size, lr)
+        placed = _shard(whole, device, batch_size, config.optimizer)
         module, tables = placed.module, [placed.fused_optimizer]
     else:
         placed = module = whole
-        tables = fuse_dense_tables_(whole, lr, device)
+        tables = fuse_dense_tables_(whole, config.optimizer.lr_tables, device)
     if start:
         start.set_dense_tables_(module)
     optimizer = build_optimizer(module, config.optimizer)
@@ -82,18 +81,19 @@ def whole_model(config: RunConfig, schema: Schema, module: nn.Module) -> nn.Modu
     return whole
 
 
-def _shard(model: nn.Module, device: torch.device, batch_size: int, lr_tables: float) -> DistributedModelParallel:
+def _shard(model: nn.Module, device: torch.device, batch_size: int, optimizer: OptimizerConfig) -> DistributedModelParallel:
     """Shard the tables of a model that is the same on every process by plan, and replicate the rest.
 
     TT tables go where `TTShardingPlanner` estimates them cheapest. Dense tables are updated in backward by row-wise Adagrad, each
     whole or divided by rows; TorchRec initializes those on the meta device.
     """
-    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": lr_tables}
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": optimizer.lr_tables}
     dense_sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     sharders: list[Any] = [TTEmbeddingBagCollectionSharder(dense_sharder), dense_sharder]
-    # A replicated dense table would have a dense gradient, and an optimizer different from the others'. Replicas of TT tables would
-    # change in slices that no batch uses, by weight decay and by Adam's moments, as on CPUs those of one process don't.
-    kinds = (EmbeddingBagCollection, TTEmbeddingBagCollection) if device.type == "cpu" else EmbeddingBagCollection
+    # A replicated dense table would have a dense gradient, and an optimizer different from the others'. In replicas of TT tables,
+    # weight decay and Adam's moments also change slices that no batch uses; on CPUs, those of one process stay.
+    differ = device.type == "cpu" and (optimizer.name != "adagrad" or optimizer.weight_decay_cores > 0)
+    kinds = (EmbeddingBagCollection, TTEmbeddingBagCollection) if differ else EmbeddingBagCollection
     constraints = {
         config.name: ParameterConstraints(sharding_types=["table_wise", "row_wise"])
         for module in model.modules()

@@ -277,18 +277,24 @@ def frozen_and_refused(rank: int) -> None:
         refuse(message, by_hand, model, row_wise() if isinstance(way, type) else way)
 
 
-def train_16_bits(rank: int, kind: str, dtype: torch.dtype) -> Tensor:
-    model = Model("bags").to(dtype)
+def train_16_bits(rank: int, kind: str, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Return all rows after each step, and the parameters that all processes have."""
+    model: Any = Model("bags").to(dtype)
     _apply_optimizer_in_backward(torch.optim.Adagrad, model.parameters(), {"lr": 0.02})
-    return torch.stack(train(shard(model, {"t": kind}), 4, [rank]))
+    model = shard(model, {"t": kind})
+    rows = torch.stack(train(model, 4, [rank]))
+    shared = {"data_parallel": ("core_0", "core_1", "rank_1"), "row_wise": ("core_1", "rank_1"), "table_wise": ()}[kind]
+    return rows, [each.detach() for name, each in model.named_parameters() if name.endswith(shared)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tables_of_16_bits_move_as_float32_ones_nearly_do(kind: str, dtype: torch.dtype) -> None:
-    one, other = run(2, train_16_bits, kind, dtype)
-    exact, _ = run(2, train_16_bits, kind, torch.float32)
+def test_tables_of_16_bits_move_nearly_as_float32_ones_and_replicas_alike(kind: str, dtype: torch.dtype) -> None:
+    (one, shared), (other, shared_too) = run(2, train_16_bits, kind, dtype)
+    (exact, _), _ = run(2, train_16_bits, kind, torch.float32)
     assert torch.equal(one, other)
+    assert len(shared) == len(shared_too) == {"data_parallel": 3, "row_wise": 2, "table_wise": 0}[kind]
+    assert all(map(torch.equal, shared, shared_too))
     assert (one.float() - exact).norm() < 0.1 * (exact - exact[0]).norm()
 
 

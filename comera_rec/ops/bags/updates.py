@@ -9,7 +9,7 @@ difference.
 
 Cores of 16 bits, and their sums and moments, are rounded up or down at random such that the mean is exact (stochastic rounding,
 Gupta et al., ICML 2015): rounding to the nearest would lose steps below half a unit in the last place. torch's default
-generator seeds it.
+generator seeds it; `step_` draws numbers that replicas share.
 """
 
 import sys
@@ -311,7 +311,8 @@ def init_state_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
 def step_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
     """Let an optimizer take its step for the gradient of its only parameter, in the slices of a core that have one.
 
-    With 16 bits it is taken in float32 and rounded stochastically, by random numbers that replicas share, as their gradient.
+    With 16 bits it is taken in float32 and rounded stochastically, by random numbers that follow from what replicas share: the
+    gradient and the number of the step, which SGD doesn't count.
     """
     narrow, gradient, state = parameter.data, parameter.grad, optimizer.state[parameter]
     assert gradient is not None, "the step needs a gradient"
@@ -322,8 +323,8 @@ def step_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
     state |= {name: value.float() for name, value in states.items()}
     _set_(parameter, narrow.float(), gradient.float())
     _step_slices_(optimizer, parameter)
-    seed = int(gradient.float().view(torch.int32).sum(dtype=torch.int64))  # exact, whatever the order
-    generator = torch.Generator(narrow.device).manual_seed(seed)
+    total = int(gradient.float().view(torch.int32).sum(dtype=torch.int64))  # exact, whatever the order
+    generator = torch.Generator(narrow.device).manual_seed(total + int(state.get("step", 0)))
     for old, new in [(narrow, parameter.data), *((value, state[name]) for name, value in states.items())]:
         old.copy_(_rounded_at_random(new, old.dtype, generator))
     state |= states
@@ -342,7 +343,7 @@ def _rounded_at_random(values: Tensor, dtype: torch.dtype, generator: torch.Gene
     noise = torch.randint(1 << bits, values.shape, generator=generator, dtype=torch.int32, device=values.device)
     rounded = (values.view(torch.int32) + noise & -1 << bits).view(torch.float32)
     if dtype == torch.float16:
-        rounded = torch.where(values.abs() < 2**-14, values + (noise / (1 << bits) - 0.5) * 2**-24, rounded)
+        rounded = torch.where(values.abs() < 2**-14, values + ((noise + 0.5) / (1 << bits) - 0.5) * 2**-24, rounded)
     return torch.where(values.isfinite(), rounded, values).to(dtype)
 
 

@@ -44,7 +44,7 @@ from data_pipeline.errors import UserError
 _FLOPS = {"cpu": 5e7, "cuda": 1e10}  # per ms, for products as small as these; an order of magnitude is enough to compare plans
 _GLOO = 2e6  # bytes per ms between processes of CPUs, for which TorchRec's topology has the bandwidth of GPUs' links
 _EXCHANGE = {ShardingType.TABLE_WISE.value: 3.0, ShardingType.ROW_WISE.value: 6.0}
-"""ms that gloo and Python take for a step's exchanges of ids and bags, however few there are; a collection's tables share them."""
+"""ms that gloo and Python take for a step's exchanges of ids and bags, however few; charged as if all TT tables shared them."""
 _ITEM = 4  # bytes of a float32, the type of bags and of a lookup's workspace whatever the table's type
 ADAM_STATES = 2
 _BUCKETS = 2  # copies of replicas' gradients that DistributedDataParallel holds while it rebuilds its buckets after the first step
@@ -57,7 +57,8 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
 
     A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup; replicas
     also take that of their gradients' buckets. Its time counts the lookup's bytes and multiply-adds, the optimizer's bytes,
-    ids and bags sent table-wise and row-wise, and gradients of replicated cores.
+    ids and bags sent table-wise and row-wise, and gradients of replicated cores; between CPUs at 2 GB/s at most, and with what an
+    exchange takes at least.
 
     Args:
         topology, batch_size, constraints, and others: as in TorchRec. Of a constraint, `sharding_types` and `pooling_factors` apply
