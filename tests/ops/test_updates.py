@@ -294,6 +294,8 @@ def test_rounding_at_random_keeps_what_needs_none(dtype: torch.dtype) -> None:
     numbers = bits.view(dtype).float()
     rounded = _rounded_at_random(numbers, dtype, torch.Generator().manual_seed(0))
     torch.testing.assert_close(rounded.float(), numbers, rtol=0, atol=0, equal_nan=True)
+    largest = torch.full((64,), 2**31 - 1, dtype=torch.int32).view(torch.float32)  # NaN, by its bits
+    assert _rounded_at_random(largest, dtype, torch.Generator()).isnan().all()
 
 
 def test_stuck_numbers_move_where_gradients_repeat() -> None:
