@@ -24,11 +24,10 @@ from comera_rec.nn import (
     TTTable,
     compressed_linears,
     keep_buffers_hooks_and_mode_,
-    leave_fast_paths_,
     parameter_owners,
     replace_modules_,
 )
-from comera_rec.nn.linear_compression import adapter_reason
+from comera_rec.nn.linear_compression import adapter_reason, leave_fast_paths_
 from comera_rec.nn.replacement import reason_to_stay_dense, require_no_optimizer, require_values
 from comera_rec.nn.tt_module import std_of
 from comera_rec.nn.tt_table import require_plain_rows

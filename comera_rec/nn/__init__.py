@@ -4,7 +4,7 @@ from comera_rec.nn.embedding import TTEmbedding
 from comera_rec.nn.embedding_bag import TTEmbeddingBag
 from comera_rec.nn.hot_rows import HotRows
 from comera_rec.nn.linear import TTLinear
-from comera_rec.nn.linear_compression import LinearCompression, compressed_linears, leave_fast_paths_
+from comera_rec.nn.linear_compression import LinearCompression, compressed_linears
 from comera_rec.nn.replacement import FilterFn, keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
 from comera_rec.nn.reranking import rerank_hot_rows_
 from comera_rec.nn.transformer import (
@@ -43,7 +43,6 @@ __all__ = [
     "compressed_linears",
     "dense_embedding",
     "keep_buffers_hooks_and_mode_",
-    "leave_fast_paths_",
     "named_tt_modules",
     "parameter_owners",
     "replace_data_",

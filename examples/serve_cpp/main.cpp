@@ -54,7 +54,8 @@ Batch read_batch(const char* path) {
 
 // Compiled code compares no sizes with its own, and few ids and lengths.
 void require_fit(const Batch& batch, const std::unordered_map<std::string, std::string>& metadata) {
-  require(metadata.contains("table_rows") && metadata.contains("integer_columns"), "the model is not one that comera export wrote from a run");
+  require(metadata.contains("table_rows") && metadata.contains("integer_columns"),
+          "the model is not one that `comera export` wrote from a run");
   std::istringstream text(metadata.at("table_rows"));
   const std::vector<int64_t> limits{std::istream_iterator<int64_t>(text), {}};
   require(batch.integers == std::stoll(metadata.at("integer_columns")) && batch.categories == int64_t(limits.size()),
