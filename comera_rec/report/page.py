@@ -115,7 +115,8 @@ def summary_table(runs: list[Run]) -> str:
     tested = {(run.value("split"), run.value("rows")) for run in runs if run.result}
     for run in runs:
         cells = [_cell(column, run, baseline) for column in COLUMNS]
-        data = f" ({run.value('split')} split, {run.value('rows') or 0:,} rows)" if run.result and len(tested) > 1 else ""
+        rows_of_split = f", {count(run.value('rows'))} rows" if run.value("rows") else ""
+        data = f" ({run.value('split')} split{rows_of_split})" if len(tested) > 1 else ""
         name = f"{run.name}{data}" if run.result else f"{run.name} (step {run.step}, not finished)"
         rows.append([name, *(value for value, _ in cells)])
         if any(relative for _, relative in cells):

@@ -45,6 +45,7 @@ HOT_ROWS = ["tables.hot_rows=0.5", *RANKS]
 EVERY_STEP = ["training.log_every=1"]
 CONTROLS = {
     "weight decay": ["optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1", "training.eval_every=4"],
+    "weight decay, Adagrad": ["optimizer.name=adagrad", "optimizer.lr_cores=0.02", "optimizer.weight_decay_cores=0.1"],
     "early stopping": [
         "training.eval_every=2", "training.keep_best=true", "training.patience=2", "training.steps=24",
         "optimizer.name=adagrad", "optimizer.lr_dense=0.3", "optimizer.lr_cores=0.02",
